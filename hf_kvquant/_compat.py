@@ -1,0 +1,57 @@
+"""The only file that asks for versions or private names of transformers.
+
+Which layer kind serves which model layer is read from a ``DynamicCache`` built for the same config: the public way to
+the rules that transformers keeps in private helpers, and the same from 5.17 (our floor) on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+
+def native_layers(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers transformers itself would use for ``config``, one per model layer, not initialized."""
+    return list(DynamicCache(config=config).layers)
+
+
+def is_full_attention(layer: Any) -> bool:
+    """Whether a native layer is plain full attention (its exact class: subclasses hold other state as well)."""
+    return type(layer) is DynamicLayer
+
+
+def cache_argument(function: Callable[..., Any]) -> str:
+    """Name under which ``function`` (a forward or generate) takes the cache: "cache" from 5.24, else
+    "past_key_values"."""
+    return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``function`` applied to the tensors in nested lists, tuples and dicts; everything else unchanged."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def move_layer(layer: Any, device: torch.device | str) -> None:
+    """Move a cache layer: by its own ``to`` where it has one, else every tensor it holds (transformers' layers have
+    none)."""
+    if hasattr(layer, "to"):
+        layer.to(device)
+        return
+    for name, value in vars(layer).items():
+        setattr(layer, name, map_tensors(value, lambda tensor: tensor.to(device)))
+    if hasattr(layer, "device"):
+        layer.device = torch.empty(0, device=device).device
+
+
+__all__ = ["CacheLayerMixin", "cache_argument", "is_full_attention", "map_tensors", "move_layer", "native_layers"]

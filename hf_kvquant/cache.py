@@ -1,0 +1,235 @@
+"""QuantizedKVCache: which layer type serves which model layer, and everything that concerns all layers at once.
+
+Decision: full-attention layers are ours; every other kind (sliding, chunked, linear, hybrid, shared, dummy) keeps the
+layer that transformers would use itself, because those hold a bounded window or a recurrent state, where quantization
+saves little and their update rules are the model's own. ``summary()`` says which is which.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+
+from hf_kvquant import _compat, padding, serialization
+from hf_kvquant.config import KVQuantConfig, TensorSpec, resolve
+from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.memory import MemoryReport, layer_memory
+
+
+class QuantizedKVCache(Cache):
+    """A drop-in KV cache that stores the past in few bits.
+
+    Use it wherever transformers takes a cache: ``model.generate(**inputs,
+    past_key_values=QuantizedKVCache(model.config))``; from transformers 5.24 on the argument is also called
+    ``cache``. One cache holds one batch of sequences; ``reset()`` empties it.
+
+    Args:
+        config: the model's configuration (``model.config``).
+        quantization: a preset name (``PRESETS``), a :class:`KVQuantConfig`, or None for the default preset.
+        offloading: keep layers on the CPU between their turns (needs an accelerator, as in transformers).
+        offload_only_non_sliding: with ``offloading``, keep sliding layers on the device.
+
+    Raises:
+        ValueError: unknown preset.
+        TypeError: ``config`` is not a model configuration.
+
+    Methods: keys per channel, values per token and the residual window from KIVI (arXiv 2402.02750); exact first
+    tokens from attention sinks (arXiv 2309.17453).
+    """
+
+    layers: list[Any]  # ours and transformers' own kinds, which share no base class
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        quantization: str | KVQuantConfig | None = None,
+        *,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ):
+        if not isinstance(config, PreTrainedConfig):
+            hint = "pass model.config" if hasattr(config, "config") else "pass the model's PreTrainedConfig"
+            raise TypeError(f"config={type(config).__name__} is not valid: {hint}")
+        self.quantization = resolve(quantization)
+        self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.model_facts = serialization.model_facts(config)
+        layers: list[Any] = [
+            QuantizedLayer(self.quantization, index) if _compat.is_full_attention(native) else native
+            for index, native in enumerate(_compat.native_layers(config))
+        ]
+        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self.padding_source = "none reported"
+
+    def __repr__(self) -> str:
+        size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
+        return f"{type(self).__name__}({size}, {_spec_text(self.quantization)})"
+
+    # ---------------------------------------------------------------- update and padding
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the new tokens of one layer; see :meth:`QuantizedLayer.update`.
+
+        Raises:
+            ValueError: ``layer_idx`` is none of the model's layers, or the tensors do not fit those already held.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx} is not valid: this cache was built for the {len(self.layers)} layers of a "
+                f"{self.model_facts['model_type']!r} model; build it from the config of the model that uses it"
+            )
+        layer = self.layers[layer_idx]
+        if self.is_encoder_decoder:
+            self._refuse_cross_attention(layer_idx)
+        if isinstance(layer, QuantizedLayer) and layer.awaits_padding:
+            self._learn_padding(layer, key_states, kwargs)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_cross_attention(self, layer_idx: int) -> None:
+        """In one forward of a decoder every later layer is still as long as this one; not so when cross-attention
+        updates it as well."""
+        lengths = [layer.get_seq_length() for layer in self.layers[layer_idx:]]
+        if min(lengths) < lengths[0]:
+            raise ValueError(
+                f"layer {layer_idx}: updated twice in one forward, by self- and cross-attention; an encoder-decoder "
+                "model needs EncoderDecoderCache(QuantizedKVCache(config), DynamicCache(config=config)) instead"
+            )
+
+    def _learn_padding(self, layer: QuantizedLayer, key_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Padding of the rows from the position ids; later layers of a forward take it from the first, which is one
+        layer's work."""
+        position_ids = padding.position_ids_in(kwargs)
+        if (
+            position_ids is None
+            or position_ids.shape[1] != key_states.shape[2]
+            or key_states.shape[0] % position_ids.shape[0]
+        ):
+            return
+        total = layer.length + key_states.shape[2]
+        first = next(each for each in self.layers if isinstance(each, QuantizedLayer))
+        if first is not layer and first.length == total and len(first.rows) == key_states.shape[0]:
+            layer.set_padding([row.padding for row in first.rows])
+            return
+        counts = padding.from_position_ids(position_ids, key_states.shape[0], layer.length)
+        if counts is not None:
+            layer.set_padding(counts)
+            self.padding_source = "position_ids"
+
+    def set_padding(self, attention_mask: torch.Tensor) -> None:
+        """Say which tokens on the left of each row are padding, before the first forward.
+
+        Needed only where the model does not hand ``position_ids`` to the cache (transformers before 5.24, a few
+        architectures) or numbers them in its own way; ``summary()`` says what was found. Stays in force until
+        ``reset()``.
+
+        Args:
+            attention_mask: ``[B, T]``, 1 for real tokens, as the tokenizer returns it with ``padding_side="left"``.
+
+        Raises:
+            ValueError: zeros that are not on the left, or a cache that already holds tokens.
+        """
+        if self.get_seq_length():
+            raise ValueError(
+                f"set_padding: the cache already holds {self.get_seq_length()} tokens; call it on an empty cache, "
+                "before the first forward"
+            )
+        counts = padding.from_attention_mask(attention_mask)
+        for layer in self.layers:
+            if isinstance(layer, QuantizedLayer):
+                layer.set_padding(counts, fixed=True)
+        self.padding_source = "set_padding"
+
+    def reset(self) -> None:
+        """Empty every layer, keeping the objects."""
+        super().reset()
+        self.padding_source = "none reported"
+
+    # ---------------------------------------------------------------- what generate asks
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens: ``crop(-n)`` removes n, ``crop(n)`` with n > 0 keeps the first n (the older
+        meaning)."""
+        length = self.get_seq_length()
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
+        super().crop(-min(removed, length))
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """Name of ``get_max_length`` up to transformers 5.13: -1, unbounded."""
+        return self.get_max_length(layer_idx)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, -1 before the first update."""
+        rows = [len(layer.rows) for layer in self.layers if isinstance(layer, QuantizedLayer) and layer.is_initialized]
+        return rows[0] if rows else super().batch_size
+
+    @property
+    def max_batch_size(self) -> int:
+        """Name of ``batch_size`` up to transformers 5.19."""
+        return self.batch_size
+
+    # ---------------------------------------------------------------- resources
+
+    def to(self, device: torch.device | str) -> QuantizedKVCache:
+        """Move everything held to ``device`` and return the cache; later updates must arrive there."""
+        for layer in self.layers:
+            _compat.move_layer(layer, device)
+        return self
+
+    def memory_report(self) -> MemoryReport:
+        """Exact bytes of everything the cache holds, per layer and in total."""
+        return MemoryReport(tuple(layer_memory(layer) for layer in self.layers))
+
+    def summary(self) -> str:
+        """What is applied to which layer, and why not where not; one line per run of equal layers."""
+        size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
+        lines = [f"{type(self).__name__}: {size}; left padding: {self.padding_source}"]
+        start = 0
+        texts = [_layer_text(layer) for layer in self.layers]
+        for index, text in enumerate(texts):
+            if index + 1 == len(texts) or texts[index + 1] != text:
+                lines.append(f"layers {start}-{index}: {text}" if index > start else f"layer {index}: {text}")
+                start = index + 1
+        return "\n".join(lines)
+
+    # ---------------------------------------------------------------- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file, atomically; see :mod:`hf_kvquant.serialization`."""
+        serialization.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: torch.device | str = "cpu"
+    ) -> QuantizedKVCache:
+        """Read a cache written by :meth:`save`, for a model of the same configuration.
+
+        Raises:
+            ValueError: truncated, foreign or newer file, or one of another model.
+        """
+        return serialization.load(cls, path, config, device)
+
+
+def _spec_text(config: KVQuantConfig) -> str:
+    return (
+        f"keys {_tensor_text(config.key)}, values {_tensor_text(config.value)}; window {config.residual_length}, "
+        f"sinks {config.sink_length}, blocks of {config.block_length} tokens"
+    )
+
+
+def _tensor_text(spec: TensorSpec) -> str:
+    if spec.number_format.lossless:
+        return "in full precision"
+    unit = "channels" if spec.axis == "token" else "tokens"
+    kind = " (symmetric)" if spec.symmetric else ""
+    return f"{spec.format} per {spec.axis} over {spec.group_size} {unit}{kind}, {spec.scale_format} scales"
+
+
+def _layer_text(layer: Any) -> str:
+    if isinstance(layer, QuantizedLayer):
+        return f"quantized after RoPE, {_spec_text(layer.config)}"
+    return f"native {type(layer).__name__}: not plain full attention, kept as transformers holds it"

@@ -1,0 +1,80 @@
+"""Number formats: what one code means, before any scale or zero point.
+
+Decision: a format maps a *unit value* u to a code and back; a group of values x is stored as ``x = u * scale + zero``.
+The quantizer, the storage and the kernels know only two kinds of decoding, never a format's name:
+
+- ``affine``: u is the code itself (asymmetric) or the code minus half the code range (symmetric);
+- ``table``: u is looked up by the code (fp8: the 256 values of the 8-bit float).
+
+``none`` keeps the tensor as delivered; it makes every cache operation testable bit for bit against ``DynamicCache``.
+To add a format, add one entry to ``FORMATS``; tests run over the registry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """One number format.
+
+    Attributes:
+        name: key in ``FORMATS``.
+        bits: stored bits of one code (0 for ``none``: the delivered dtype is stored).
+        kind: "none", "affine" or "table".
+        dtype: the 8-bit float behind a table format.
+    """
+
+    name: str
+    bits: int
+    kind: str
+    dtype: torch.dtype | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return self.kind == "none"
+
+    def offset(self, symmetric: bool) -> int:
+        """Code of the unit value 0 under a symmetric range; asymmetric codes start at 0."""
+        return 2 ** (self.bits - 1) if symmetric and self.kind == "affine" else 0
+
+    def unit_limit(self, symmetric: bool) -> float:
+        """Largest unit value; scales are (range / unit_limit). Symmetric ranges are restricted to +-(2^(bits-1) -
+        1)."""
+        if self.kind == "table":
+            assert self.dtype is not None
+            return torch.finfo(self.dtype).max
+        return float(2 ** (self.bits - 1) - 1 if symmetric else 2**self.bits - 1)
+
+    def encode(self, units: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
+        """Unit values (fp32, any shape) -> uint8 codes: nearest, ties to even, saturating; NaN becomes unit value 0."""
+        limit = self.unit_limit(symmetric)
+        if self.kind == "table":
+            assert self.dtype is not None
+            return units.nan_to_num(0.0).clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+        low = -limit if symmetric else 0.0
+        return (units.round().clamp(low, limit).nan_to_num(0.0) + self.offset(symmetric)).to(torch.uint8)
+
+    def decode(self, codes: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
+        """uint8 codes (any shape) -> unit values in fp32; exact."""
+        if self.kind == "table":
+            assert self.dtype is not None
+            return codes.view(self.dtype).float()
+        return codes.float() - self.offset(symmetric)
+
+
+FORMATS: dict[str, NumberFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        NumberFormat("none", 0, "none"),
+        NumberFormat("int2", 2, "affine"),
+        NumberFormat("int3", 3, "affine"),
+        NumberFormat("int4", 4, "affine"),
+        NumberFormat("int8", 8, "affine"),
+        NumberFormat("fp8_e4m3", 8, "table", torch.float8_e4m3fn),
+        NumberFormat("fp8_e5m2", 8, "table", torch.float8_e5m2),
+    )
+}

@@ -1,0 +1,341 @@
+"""One model layer of the cache: sinks, closed blocks, and a full-precision window.
+
+The tokens of a batch row, and where each lives::
+
+    | padding | sinks (exact) | block | block | ... | block | window (exact, at least residual_length tokens) |
+              ^ padding[row]                                ^ first_open(row)
+
+Decisions:
+- The state is a function of the tokens alone: a block closes as soon as a row holds ``residual_length + G`` open
+  tokens beyond its sinks, so one prefill, chunks and single steps give the same codes. Blocks are counted from the
+  row's own first token, so left-padded rows get the codes that they would get alone; rows of a batch then close at
+  different steps.
+- A closed block is never rewritten. Cropping into one keeps its codes and marks the tail as dropped:
+  ``RowState.blocks`` holds the valid tokens of each block. Rejected: dequantizing the rest back into the window,
+  which would quantize it a second time later.
+- Until a row has closed a block its sinks are simply the start of the window.
+- ``update`` returns what attention needs *before* anything of this call is closed: the new tokens are always exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hf_kvquant._compat import CacheLayerMixin
+from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.storage import RowState, TensorState, storing
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """Quantized cache of one full-attention layer.
+
+    Args:
+        config: the cache format.
+        layer_idx: index of the model layer, for messages.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, config: KVQuantConfig, layer_idx: int = 0):
+        self.config = config
+        self.layer_idx = layer_idx
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state before the first token."""
+        self.is_initialized = False
+        self.length = 0
+        self.window_start = 0
+        self.rows: list[RowState] = []
+        self.padding_is_set = False
+        self.key_state = TensorState(self.config.key, tokens_last=True)
+        self.value_state = TensorState(self.config.value, tokens_last=False)
+
+    @storing
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Fix batch size, heads, head dimensions, dtype and device from the first delivered tensors ``[B, K, q,
+        D]``."""
+        self.device = key_states.device
+        self.rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
+        for state, tensor in ((self.key_state, key_states), (self.value_state, value_states)):
+            state.window = tensor.new_empty(*tensor.shape[:2], 0, tensor.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new tokens and return all of them in full precision.
+
+        Args:
+            key_states: ``[B, K, q, D]`` as attention would use them (rotated where the model rotates).
+            value_states: ``[B, K, q, Dv]``.
+
+        Returns:
+            Keys and values ``[B, K, T + q, D]``: closed blocks dequantized, everything else exact; padding reads as
+            zeros once it has left the window.
+
+        Raises:
+            ValueError: shape, dtype or device differ from what the layer holds.
+        """
+        self._check(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.prefetch()
+        full = self._full(key_states, value_states) if self.length else (key_states, value_states)
+        self._append(key_states, value_states)
+        return full
+
+    # ---------------------------------------------------------------- lengths
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset that the next ``update`` of ``query_length`` tokens will return."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Name of :meth:`get_max_length` up to transformers 5.13."""
+        return -1
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All cached keys ``[B, K, T, D]`` dequantized into a new tensor; None before the first update."""
+        return self.materialize()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All cached values ``[B, K, T, Dv]`` dequantized into a new tensor; None before the first update."""
+        return self.materialize()[1] if self.is_initialized else None
+
+    def materialize(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All cached keys and values as new tensors."""
+        assert self.key_state.window is not None
+        assert self.value_state.window is not None
+        return self._full(self.key_state.window[:, :, :0], self.value_state.window[:, :, :0])
+
+    def _full(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(self.key_state, key_states), self._read(self.value_state, value_states)
+
+    def _read(self, state: TensorState, new: torch.Tensor) -> torch.Tensor:
+        assert state.window is not None
+        sinks = self.config.sink_length
+        out = new.new_empty(*new.shape[:2], self.length + new.shape[2], new.shape[3])
+        out[:, :, self.window_start : self.length] = state.window[:, :, : self.length - self.window_start]
+        out[:, :, self.length :] = new
+        for rows, row in self._row_groups():
+            if not row.blocks:
+                out[rows, :, : min(row.padding, self.window_start)] = 0
+                continue
+            out[rows, :, : row.padding] = 0
+            start = row.padding + sinks
+            if state.sinks is not None:
+                out[rows, :, row.padding : start] = state.sinks[rows]
+            end = start + sum(row.blocks)
+            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.config.block_length)
+        return out
+
+    def _row_groups(self) -> Iterator[tuple[slice, RowState]]:
+        """Slices of rows that are laid out alike: all of them unless padding differs, then one by one."""
+        if all(row == self.rows[0] for row in self.rows[1:]):
+            yield slice(None), self.rows[0]
+        else:
+            for index, row in enumerate(self.rows):
+                yield slice(index, index + 1), row
+
+    # ---------------------------------------------------------------- writing
+
+    @storing
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        used = self.length - self.window_start
+        states = ((self.key_state, key_states.detach()), (self.value_state, value_states.detach()))
+        sources = [self._extended(state, new, used) for state, new in states]
+        first = self.length == 0
+        self.length += key_states.shape[2]
+        self._close_blocks(sources)
+        start = self._next_window_start()
+        for (state, _), source in zip(states, sources, strict=True):
+            self._keep_window(state, source, start - self.window_start, exact=first)
+        self.window_start = start
+
+    @staticmethod
+    def _extended(state: TensorState, new: torch.Tensor, used: int) -> torch.Tensor:
+        """Window and new tokens in one tensor: in place where they fit, without a copy where the window is empty."""
+        assert state.window is not None
+        end = used + new.shape[2]
+        if end <= state.window.shape[2]:
+            state.window[:, :, used:end] = new
+            return state.window[:, :, :end]
+        return torch.cat([state.window[:, :, :used], new], 2) if used else new
+
+    def _close_blocks(self, sources: list[torch.Tensor]) -> None:
+        config, states = self.config, (self.key_state, self.value_state)
+        closable = [(rows, row, self._closable(row)) for rows, row in self._row_groups()]
+        for rows, row, count in closable:
+            if count <= 0:
+                continue
+            start = row.first_open(config.sink_length) - self.window_start
+            for state, source in zip(states, sources, strict=True):
+                if not row.blocks and config.sink_length:
+                    state.keep_sinks(source, rows, start - config.sink_length, config.sink_length)
+                state.close(source, rows, start, len(row.blocks), count, config.block_length)
+            for each in self.rows[rows]:
+                each.blocks.extend([config.block_length] * count)
+
+    def _closable(self, row: RowState) -> int:
+        open_tokens = self.length - row.first_open(self.config.sink_length)
+        return (open_tokens - self.config.residual_length) // self.config.block_length
+
+    def _next_window_start(self) -> int:
+        return min(row.window_start(self.config.sink_length, self.length) for row in self.rows)
+
+    def _keep_window(self, state: TensorState, source: torch.Tensor, dropped: int, exact: bool) -> None:
+        """Make ``source`` without its first ``dropped`` tokens the window; capacity exact at prefill, growing by an
+        eighth later."""
+        assert state.window is not None
+        in_place = source._base is state.window
+        if in_place and not dropped:
+            return
+        rest = source[:, :, dropped:]
+        needed = rest.shape[2]
+        if needed > state.window.shape[2]:
+            limit = self.config.sink_length + self.config.residual_length + self.config.block_length
+            capacity = needed if exact else max(needed, min(limit, needed + needed // 8 + 8))
+            state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
+        state.window[:, :, :needed] = rest.clone() if in_place else rest
+
+    # ---------------------------------------------------------------- padding
+
+    @property
+    def awaits_padding(self) -> bool:
+        """Whether every token so far may be padding, so that the padding of some row is still to be learned."""
+        return not self.padding_is_set and (not self.rows or any(r.padding >= self.length - 1 for r in self.rows))
+
+    def set_padding(self, padding: list[int], fixed: bool = False) -> None:
+        """Padded tokens per row; ``fixed`` means given by the user, not to be inferred again."""
+        if not self.rows:
+            self.rows = [RowState() for _ in padding]
+        for row, count in zip(self.rows, padding, strict=True):
+            if row.padding >= self.length - 1:
+                row.padding = count
+        self.padding_is_set = self.padding_is_set or fixed
+
+    # ---------------------------------------------------------------- batch, crop, devices
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-n`` tokens (``n <= 0``), or keep the first ``n`` (``n > 0``, the older meaning).
+        Removing more than there are empties the layer. Closed blocks keep their codes."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
+        if removed <= 0 or not self.length:
+            return
+        if removed >= self.length:
+            self.reset()
+            return
+        old_start, self.length = self.window_start, self.length - removed
+        for row in self.rows:
+            excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
+            while excess > 0 and row.blocks:
+                taken = min(excess, row.blocks[-1])
+                excess -= taken
+                row.blocks[-1] -= taken
+                if not row.blocks[-1]:
+                    row.blocks.pop()
+        self.window_start = self._next_window_start()
+        if self.window_start < old_start:
+            for state in (self.key_state, self.value_state):
+                self._reopen_sinks(state, old_start)
+
+    @storing
+    def _reopen_sinks(self, state: TensorState, old_start: int) -> None:
+        """After a crop back into the sinks of a row: its sinks are the start of the window again."""
+        assert state.window is not None
+        old, start = state.window, self.window_start
+        state.window = old.new_zeros(*old.shape[:2], self.length - start, old.shape[3])
+        kept = max(0, self.length - old_start)
+        state.window[:, :, self.length - start - kept :] = old[:, :, :kept]
+        for rows, row in self._row_groups():
+            if not row.blocks and row.padding < old_start and state.sinks is not None:
+                count = min(self.config.sink_length, self.length - row.padding)
+                state.window[rows, :, row.padding - start : row.padding - start + count] = state.sinks[rows, :, :count]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` (long, list or bool), in that order; codes are moved, never recomputed."""
+        if not self.rows:
+            return
+        chosen = torch.arange(len(self.rows))[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
+        self.rows = [self.rows[index].copy() for index in chosen.tolist()]
+        self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, as neighbours."""
+        self.batch_select_indices(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes row ``beam_idx[i]`` (beam search)."""
+        self.batch_select_indices(beam_idx)
+
+    def offload(self) -> None:
+        """Move everything to the CPU; the next ``prefetch`` or ``update`` brings it back."""
+        self._apply(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized and self.key_state.window is not None and self.key_state.window.device != self.device:
+            self._apply(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the layer; later updates must arrive on ``device``."""
+        self._apply(lambda tensor: tensor.to(device))
+        if self.is_initialized and self.key_state.window is not None:
+            self.device = self.key_state.window.device
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        where = f"layer {self.layer_idx}: "
+        pairs = (("key_states", self.key_state, key_states), ("value_states", self.value_state, value_states))
+        for name, _, tensor in pairs:
+            if tensor.dim() != 4 or not tensor.is_floating_point():
+                raise ValueError(
+                    f"{where}{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not valid: it must be a "
+                    "floating point tensor [batch, kv_heads, tokens, head_dim]"
+                )
+        if key_states.shape[0] != value_states.shape[0] or key_states.shape[2] != value_states.shape[2]:
+            raise ValueError(
+                f"{where}key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} differ in "
+                "batch size or tokens; both must hold the same new tokens"
+            )
+        if self.rows and len(self.rows) != key_states.shape[0]:
+            raise ValueError(
+                f"{where}batch size {key_states.shape[0]} does not match the {len(self.rows)} rows held; reset() the "
+                "cache, or change its batch with batch_select_indices or batch_repeat_interleave"
+            )
+        for name, state, tensor in pairs:
+            if state.window is not None:
+                self._check_against(where + name, state.window, tensor)
+
+    def _check_against(self, name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
+        facts = (
+            ("kv_heads", tensor.shape[1], held.shape[1]),
+            ("head_dim", tensor.shape[3], held.shape[3]),
+            ("dtype", tensor.dtype, held.dtype),
+            ("device", tensor.device, self.device),
+        )
+        for fact, got, expected in facts:
+            if got != expected:
+                raise ValueError(
+                    f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
+                    "device (cache.to(device) moves it), or reset() it first"
+                )
+
+    @storing
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.key_state.apply(function)
+        self.value_state.apply(function)

@@ -1,0 +1,252 @@
+"""Saving and loading a cache: one safetensors file with a JSON header.
+
+Decision: tensors go into safetensors (no code is run on loading), everything else into one JSON string in its
+metadata, with a format version. Only what is in use is written, so a loaded cache has no unused capacity. Writing is
+atomic: a temporary file beside the target, flushed, then renamed over it. Reading checks the header against package
+and model before any layer is built, and returns a new
+cache or raises: nothing is half-loaded.
+
+Native layers (sliding windows, recurrent states) are saved attribute by attribute, as long as they hold tensors and
+plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedConfig
+
+from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.quantizer import QuantizedBlocks, quantize
+from hf_kvquant.storage import RowState, TensorState
+
+if TYPE_CHECKING:
+    from hf_kvquant.cache import QuantizedKVCache
+
+FORMAT_VERSION = 1
+_HEADER = "hf_kvquant"
+_MODEL_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+)
+
+Json = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+def model_facts(config: PreTrainedConfig) -> Json:
+    """What must agree between the model that wrote a cache and the one that reads it."""
+    decoder = config.get_text_config(decoder=True)
+    facts = {name: getattr(decoder, name, None) for name in _MODEL_FIELDS}
+    return {name: value if isinstance(value, int | str) else None for name, value in facts.items()}
+
+
+def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
+    """Write ``cache`` to ``path``, replacing it as a whole or not at all.
+
+    Raises:
+        ValueError: a native layer holds something that has no plain form.
+        OSError: the folder does not exist or cannot be written.
+    """
+    tensors: Tensors = {}
+    header = {
+        "format_version": FORMAT_VERSION,
+        "model": cache.model_facts,
+        "quantization": cache.quantization.to_dict(),
+        "padding_source": cache.padding_source,
+        "layers": [_layer_to_json(layer, f"layers.{index}", tensors) for index, layer in enumerate(cache.layers)],
+    }
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {_HEADER: json.dumps(header)}
+        )
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(
+    cls: type[QuantizedKVCache], path: str | os.PathLike[str], config: PreTrainedConfig, device: torch.device | str
+) -> QuantizedKVCache:
+    """Read what :func:`save` wrote; errors as listed at :meth:`QuantizedKVCache.load`."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            header = _checked_header((file.metadata() or {}).get(_HEADER), path)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); save the cache again") from error
+    _check_model(header["model"], model_facts(config), path)
+    try:
+        cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
+        cache.padding_source = header["padding_source"]
+        for layer, data in zip(cache.layers, header["layers"], strict=True):
+            _layer_from_json(layer, data, tensors, torch.device(device))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return cache
+
+
+def _damaged(path: str | os.PathLike[str], reason: object) -> ValueError:
+    return ValueError(f"{path} is damaged: header and tensors do not fit together ({reason!r}); save the cache again")
+
+
+def _checked_header(text: str | None, path: str | os.PathLike[str]) -> Json:
+    if text is None:
+        raise ValueError(
+            f"{path} was not written by hf_kvquant: its header has no {_HEADER!r} entry; pass a file that cache.save() "
+            "wrote"
+        )
+    header = json.loads(text)
+    missing = {"format_version", "model", "quantization", "padding_source", "layers"} - set(header)
+    if missing:
+        raise _damaged(path, f"the header lacks {sorted(missing)[0]}")
+    if header["format_version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version={header['format_version']}, this hf_kvquant reads up to {FORMAT_VERSION}; "
+            "upgrade hf-kvquant"
+        )
+    return header
+
+
+def _check_model(saved: Json, given: Json, path: str | os.PathLike[str]) -> None:
+    for name in _MODEL_FIELDS:
+        if saved.get(name) != given[name]:
+            raise ValueError(
+                f"{path} was saved from a model with {name}={saved.get(name)!r}, the given config has "
+                f"{name}={given[name]!r}; load it with the config of the model that wrote it"
+            )
+
+
+# -------------------------------------------------------------------- layers
+
+
+def _layer_to_json(layer: Any, prefix: str, tensors: Tensors) -> Json:
+    if not isinstance(layer, QuantizedLayer):
+        state = {name: _to_json(value, f"{prefix}.{name}", tensors) for name, value in vars(layer).items()}
+        return {"type": type(layer).__name__, "state": state}
+    for name, state in _states(layer):
+        tensors.update({f"{prefix}.{name}.{key}": value for key, value in _state_tensors(layer, state).items()})
+    return {
+        "type": type(layer).__name__,
+        "is_initialized": layer.is_initialized,
+        "length": layer.length,
+        "window_start": layer.window_start,
+        "padding_is_set": layer.padding_is_set,
+        "rows": [[row.padding, row.blocks] for row in layer.rows],
+        "prefix": prefix,
+    }
+
+
+def _layer_from_json(layer: Any, data: Json, tensors: Tensors, device: torch.device) -> None:
+    if type(layer).__name__ != data["type"]:
+        raise ValueError(f"layer type {data['type']} in the file, {type(layer).__name__} for this model")
+    if not isinstance(layer, QuantizedLayer):
+        for name, value in data["state"].items():
+            setattr(layer, name, _from_json(value, tensors, device))
+        return
+    for name in ("is_initialized", "length", "window_start", "padding_is_set"):
+        setattr(layer, name, data[name])
+    layer.rows = [RowState(padding, blocks) for padding, blocks in data["rows"]]
+    if not layer.is_initialized:
+        return
+    layer.device = device
+    for name, state in _states(layer):
+        start = f"{data['prefix']}.{name}."
+        own = {key[len(start) :]: tensor for key, tensor in tensors.items() if key.startswith(start)}
+        state.window, state.sinks = own.pop("window"), own.pop("sinks", None)
+        state.packed.held = QuantizedBlocks.from_named(own) if own else None
+        _check_state(layer, name, state)
+
+
+def _check_state(layer: QuantizedLayer, name: str, state: TensorState) -> None:
+    """Shapes and dtypes against what the configuration would have stored: a block of zeros, quantized, is the
+    template."""
+    window, config = state.window, layer.config
+    assert window is not None
+    batch, heads, _, head_dim = window.shape
+    blocks = max(len(row.blocks) for row in layer.rows)
+    expected = {"window": (batch, heads, layer.length - layer.window_start, head_dim)}
+    found = {"window": tuple(window.shape)}
+    if len(layer.rows) != batch:
+        raise ValueError(f"{len(layer.rows)} rows in the header, {batch} in the tensors")
+    if blocks:
+        block = window.new_zeros(1, heads, 1, config.block_length, head_dim)
+        template = quantize(block, state.spec, state.tokens_last).named()
+        expected |= {key: (batch, t.shape[1], blocks, *t.shape[3:], t.dtype) for key, t in template.items()}
+        held = {} if state.packed.held is None else state.packed.held.named()
+        found |= {key: (*t.shape, t.dtype) for key, t in held.items()}
+        if config.sink_length:
+            expected["sinks"] = (batch, heads, config.sink_length, head_dim)
+            found["sinks"] = () if state.sinks is None else tuple(state.sinks.shape)
+    if expected != found:
+        wrong = next(key for key in expected | found if expected.get(key) != found.get(key))
+        raise ValueError(f"{name}.{wrong} is {found.get(wrong)}, expected {expected.get(wrong)}")
+
+
+def _states(layer: QuantizedLayer) -> tuple[tuple[str, TensorState], ...]:
+    return ("keys", layer.key_state), ("values", layer.value_state)
+
+
+def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
+    """The parts in use, by name."""
+    if state.window is None:
+        return {}
+    named = {"window": state.window[:, :, : layer.length - layer.window_start]}
+    if state.sinks is not None:
+        named["sinks"] = state.sinks
+    if state.packed.held is not None:
+        named |= state.packed.read(slice(None), max(len(row.blocks) for row in layer.rows)).named()
+    return named
+
+
+# -------------------------------------------------------------------- plain values of native layers
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def _to_json(value: Any, name: str, tensors: Tensors) -> Json:
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, _PLAIN):
+        return {"value": value}
+    if isinstance(value, torch.device):
+        return {"device": None}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, dict):
+        return {"dict": [[key, _to_json(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return {"list": [_to_json(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]}
+    raise ValueError(
+        f"{name}={type(value).__name__} cannot be saved: layers may hold tensors, numbers, strings, lists and dicts"
+    )
+
+
+def _from_json(data: Json, tensors: Tensors, device: torch.device) -> Any:
+    (kind, value), *_ = data.items()
+    readers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda name: tensors[name],
+        "value": lambda plain: plain,
+        "device": lambda _: device,
+        "dtype": lambda name: getattr(torch, name),
+        "dict": lambda pairs: {key: _from_json(item, tensors, device) for key, item in pairs},
+        "list": lambda items: [_from_json(item, tensors, device) for item in items],
+    }
+    return readers[kind](value)
