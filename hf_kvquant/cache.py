@@ -8,6 +8,7 @@ saves little and their update rules are the model's own. ``summary()`` says whic
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from transformers import Cache, PreTrainedConfig
 from hf_kvquant import _compat, padding, serialization
 from hf_kvquant.config import KVQuantConfig, TensorSpec, resolve
 from hf_kvquant.layers import QuantizedLayer
-from hf_kvquant.memory import MemoryReport, layer_memory
+from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensors_in
+from hf_kvquant.rotary import NO_ROPE, LayerRotary, Pending, RotaryTable
 
 
 class QuantizedKVCache(Cache):
@@ -62,6 +64,9 @@ class QuantizedKVCache(Cache):
         ]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.padding_source = "none reported"
+        self.pending: Pending | None = None
+        self.rotary_tables: list[RotaryTable] = []
+        self.has_warned = False
 
     def __repr__(self) -> str:
         size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
@@ -87,6 +92,11 @@ class QuantizedKVCache(Cache):
             self._refuse_cross_attention(layer_idx)
         if isinstance(layer, QuantizedLayer) and layer.awaits_padding:
             self._learn_padding(layer, key_states, kwargs)
+        if self.quantization.pre_rope:
+            pending, self.pending = self.pending, None
+            if isinstance(layer, QuantizedLayer):
+                layer.check(key_states, value_states)
+                self._capture_rotation(layer, pending, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
@@ -119,6 +129,41 @@ class QuantizedKVCache(Cache):
             layer.set_padding(counts)
             self.padding_source = "position_ids"
 
+    def _capture_rotation(self, layer: QuantizedLayer, pending: Pending | None, new_tokens: int) -> None:
+        """Keep the tables that rotated the new tokens: by the first layer of a group in a forward, for all of them."""
+        if pending is None:
+            raise ValueError(
+                f"layer {layer.layer_idx}: the configuration stores keys before RoPE (pre_rope=True), but the model is not "
+                "attached; write `with attach(model): model.generate(...)`, or choose pre_rope=False"
+            )
+        if not layer.length:
+            layer.set_rotary(self._rotary_for(layer, pending, new_tokens), pending.reason)
+        if layer.rotary is None:
+            return
+        table = layer.rotary.table
+        if table.length == layer.length:
+            table.append(*layer.rotary.layout.tables(pending.position_embeddings))
+
+    def _rotary_for(self, layer: QuantizedLayer, pending: Pending, new_tokens: int) -> LayerRotary | None:
+        """Rotation of a layer that is about to get its first tokens, with the table of its group."""
+        if pending.layout is None:
+            if pending.reason != NO_ROPE and not self.has_warned:
+                self.has_warned = True
+                warnings.warn(
+                    f"layer {layer.layer_idx}: keys are stored after RoPE: {pending.reason}; summary() lists the layers",
+                    stacklevel=4,
+                )
+            return None
+        source = pending.source
+        for table in self.rotary_tables:
+            if table.source == source and table.length == new_tokens:
+                return LayerRotary(pending.layout, table)
+        cos, _ = pending.layout.tables(pending.position_embeddings)
+        table = RotaryTable.empty_like(cos)
+        table.source = source
+        self.rotary_tables.append(table)
+        return LayerRotary(pending.layout, table)
+
     def set_padding(self, attention_mask: torch.Tensor) -> None:
         """Say which tokens on the left of each row are padding, before the first forward.
 
@@ -147,6 +192,8 @@ class QuantizedKVCache(Cache):
         """Empty every layer, keeping the objects."""
         super().reset()
         self.padding_source = "none reported"
+        self.pending = None
+        self.rotary_tables = []
 
     # ---------------------------------------------------------------- what generate asks
 
@@ -155,7 +202,30 @@ class QuantizedKVCache(Cache):
         meaning)."""
         length = self.get_seq_length()
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
-        super().crop(-min(removed, length))
+        removed = min(removed, length)
+        super().crop(-removed)
+        for table in self.rotary_tables:
+            table.length -= removed
+        if removed == length:
+            self.rotary_tables = []
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` of every layer, in that order."""
+        super().batch_select_indices(indices)
+        for table in self.rotary_tables:
+            table.select(lambda rows: torch.arange(rows)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, as neighbours."""
+        super().batch_repeat_interleave(repeats)
+        for table in self.rotary_tables:
+            table.select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes row ``beam_idx[i]`` (beam search)."""
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
+        for table in self.rotary_tables:
+            table.select(lambda rows: beam_idx)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """Name of ``get_max_length`` up to transformers 5.13: -1, unbounded."""
@@ -178,11 +248,14 @@ class QuantizedKVCache(Cache):
         """Move everything held to ``device`` and return the cache; later updates must arrive there."""
         for layer in self.layers:
             _compat.move_layer(layer, device)
+        for table in self.rotary_tables:
+            table.apply(lambda each: each.to(device))
         return self
 
     def memory_report(self) -> MemoryReport:
         """Exact bytes of everything the cache holds, per layer and in total."""
-        return MemoryReport(tuple(layer_memory(layer) for layer in self.layers))
+        tables = storage_nbytes(tensors_in(self.rotary_tables))
+        return MemoryReport(tuple(layer_memory(layer) for layer in self.layers), tables)
 
     def summary(self) -> str:
         """What is applied to which layer, and why not where not; one line per run of equal layers."""
@@ -229,7 +302,18 @@ def _tensor_text(spec: TensorSpec) -> str:
     return f"{spec.format} per {spec.axis} over {spec.group_size} {unit}{kind}, {spec.scale_format} scales"
 
 
+def _rotation_text(layer: QuantizedLayer) -> str:
+    if layer.rotary is not None:
+        layout = layer.rotary.layout
+        return f"before RoPE ({layout.pairs} {layout.pairing} pairs at channel {layout.offset} of the {layout.slot}s)"
+    if not layer.config.pre_rope:
+        return "after RoPE"
+    if not layer.length:
+        return "before RoPE (layout not seen yet)"
+    return f"after RoPE ({layer.rotary_reason})"
+
+
 def _layer_text(layer: Any) -> str:
     if isinstance(layer, QuantizedLayer):
-        return f"quantized after RoPE, {_spec_text(layer.config)}"
+        return f"quantized {_rotation_text(layer)}, {_spec_text(layer.config)}"
     return f"native {type(layer).__name__}: not plain full attention, kept as transformers holds it"

@@ -128,18 +128,22 @@ class KVQuantConfig:
         residual_length: the newest tokens of each row, at least this many, stay in full precision (the residual
             window).
         sink_length: the first tokens of each row that stay in full precision and out of all ranges.
+        pre_rope: store keys before RoPE; the model must be attached (``with attach(model): ...``).
     """
 
     key: TensorSpec = field(default_factory=TensorSpec)
     value: TensorSpec = field(default_factory=lambda: TensorSpec(axis="token"))
     residual_length: int = 128
     sink_length: int = 4
+    pre_rope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
             if not isinstance(getattr(self, name), TensorSpec):
                 raise invalid(name, getattr(self, name), "it must be a TensorSpec")
         _check_int("residual_length", self.residual_length, 0, "it must be an integer of at least 0")
+        if not isinstance(self.pre_rope, bool):
+            raise invalid("pre_rope", self.pre_rope, "choose True or False")
         _check_int("sink_length", self.sink_length, 0, "it must be an integer of at least 0")
 
     @property
@@ -180,8 +184,9 @@ class Preset:
     description: str
 
 
-def _per_channel_per_token(key_format: str, value_format: str) -> KVQuantConfig:
-    return KVQuantConfig(TensorSpec(key_format, "channel", 64), TensorSpec(value_format, "token", 64))
+def _per_channel_per_token(key_format: str, value_format: str, pre_rope: bool = False) -> KVQuantConfig:
+    key, value = TensorSpec(key_format, "channel", 64), TensorSpec(value_format, "token", 64)
+    return KVQuantConfig(key, value, pre_rope=pre_rope)
 
 
 PRESETS: dict[str, Preset] = {
@@ -202,6 +207,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "k2v2": Preset(
         _per_channel_per_token("int2", "int2"), "2-bit min-max codes: visible damage, retrieval is lost; for comparison"
+    ),
+    "k4v4-pre": Preset(
+        _per_channel_per_token("int4", "int4", True), "k4v4 with keys stored before RoPE; needs attach(model)"
+    ),
+    "k3v3-pre": Preset(
+        _per_channel_per_token("int3", "int3", True), "3-bit codes with keys stored before RoPE; needs attach(model)"
+    ),
+    "k2v2-pre": Preset(
+        _per_channel_per_token("int2", "int2", True), "k2v2 with keys stored before RoPE; needs attach(model)"
     ),
 }
 DEFAULT_PRESET = "k4v4"

@@ -25,6 +25,7 @@ import torch
 
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.storage import RowState, TensorState, storing
 
 
@@ -55,6 +56,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.padding_is_set = False
         self.key_state = TensorState(self.config.key, tokens_last=True)
         self.value_state = TensorState(self.config.value, tokens_last=False)
+        self.rotary_reason = ""
 
     @storing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -82,7 +84,7 @@ class QuantizedLayer(CacheLayerMixin):
         Raises:
             ValueError: shape, dtype or device differ from what the layer holds.
         """
-        self._check(key_states, value_states)
+        self.check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.prefetch()
@@ -142,7 +144,7 @@ class QuantizedLayer(CacheLayerMixin):
             if state.sinks is not None:
                 out[rows, :, row.padding : start] = state.sinks[rows]
             end = start + sum(row.blocks)
-            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.config.block_length)
+            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.config.block_length, start)
         return out
 
     def _row_groups(self) -> Iterator[tuple[slice, RowState]]:
@@ -188,7 +190,9 @@ class QuantizedLayer(CacheLayerMixin):
             for state, source in zip(states, sources, strict=True):
                 if not row.blocks and config.sink_length:
                     state.keep_sinks(source, rows, start - config.sink_length, config.sink_length)
-                state.close(source, rows, start, len(row.blocks), count, config.block_length)
+                tokens = source[rows, :, start : start + count * config.block_length]
+                position = self.window_start + start
+                state.close(tokens, rows, position, len(row.blocks), config.block_length, source.shape[0])
             for each in self.rows[rows]:
                 each.blocks.extend([config.block_length] * count)
 
@@ -213,6 +217,20 @@ class QuantizedLayer(CacheLayerMixin):
             capacity = needed if exact else max(needed, min(limit, needed + needed // 8 + 8))
             state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = rest.clone() if in_place else rest
+
+    # ---------------------------------------------------------------- rotation
+
+    @property
+    def rotary(self) -> LayerRotary | None:
+        """The rotation undone in closed blocks: of the keys, or of the values where the model keeps it there (MLA)."""
+        return self.key_state.rotary or self.value_state.rotary
+
+    def set_rotary(self, rotary: LayerRotary | None, reason: str = "") -> None:
+        """Before the first token: how this layer rotates, or why its blocks are stored as delivered."""
+        self.rotary_reason = reason
+        if rotary is not None:
+            state = self.key_state if rotary.layout.slot == "key" else self.value_state
+            state.rotary = rotary
 
     # ---------------------------------------------------------------- padding
 
@@ -298,7 +316,8 @@ class QuantizedLayer(CacheLayerMixin):
         if self.is_initialized and self.key_state.window is not None:
             self.device = self.key_state.window.device
 
-    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """ValueError unless the tensors fit each other and what the layer holds."""
         where = f"layer {self.layer_idx}: "
         pairs = (("key_states", self.key_state, key_states), ("value_states", self.value_state, value_states))
         for name, _, tensor in pairs:

@@ -55,9 +55,10 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per layer and in total; ``print`` shows a small table."""
+    """Bytes per layer and in total; ``print`` shows a small table. ``rotary``: tables of cos and sin, shared by layers."""
 
     layers: tuple[LayerMemory, ...]
+    rotary: int = 0
 
     @property
     def sum(self) -> LayerMemory:
@@ -66,7 +67,7 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Bytes of every storage held."""
-        return self.sum.total
+        return self.sum.total + self.rotary
 
     @property
     def full_precision_nbytes(self) -> int:
@@ -82,7 +83,7 @@ class MemoryReport:
     def bits_per_element(self) -> float:
         """Bits of everything the quantized layers hold, per key or value element; 0.0 for an empty cache."""
         whole = self.sum
-        return 8 * (whole.total - whole.other) / whole.elements if whole.elements else 0.0
+        return 8 * (self.total - whole.other) / whole.elements if whole.elements else 0.0
 
     @property
     def packed_bits_per_element(self) -> float:
@@ -94,9 +95,10 @@ class MemoryReport:
     def __str__(self) -> str:
         whole = self.sum
         names = ("codes", "scales", "zeros", "window", "sinks", "unused", "other")
-        lines = [f"{name:<8} {getattr(whole, name):>14,} bytes" for name in names]
+        parts = {name: getattr(whole, name) for name in names} | {"rotary": self.rotary}
+        lines = [f"{name:<8} {nbytes:>14,} bytes" for name, nbytes in parts.items()]
         full = f"{self.ratio:.3f} of full precision ({whole.full_precision:,} bytes)"
-        lines.append(f"{'total':<8} {whole.total:>14,} bytes = {full}")
+        lines.append(f"{'total':<8} {self.total:>14,} bytes = {full}")
         lines.append(
             f"{self.bits_per_element:.2f} bits per element, {self.packed_bits_per_element:.2f} in closed blocks"
         )

@@ -12,6 +12,7 @@ plain values.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from transformers import PreTrainedConfig
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.quantizer import QuantizedBlocks, quantize
+from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
 from hf_kvquant.storage import RowState, TensorState
 
 if TYPE_CHECKING:
@@ -66,7 +68,11 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         "model": cache.model_facts,
         "quantization": cache.quantization.to_dict(),
         "padding_source": cache.padding_source,
-        "layers": [_layer_to_json(layer, f"layers.{index}", tensors) for index, layer in enumerate(cache.layers)],
+        "rotary_tables": _tables_to_tensors(cache.rotary_tables, tensors),
+        "layers": [
+            _layer_to_json(layer, f"layers.{index}", tensors) | _rotary_to_json(layer, cache.rotary_tables)
+            for index, layer in enumerate(cache.layers)
+        ],
     }
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -95,8 +101,11 @@ def load(
     try:
         cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
         cache.padding_source = header["padding_source"]
+        cache.rotary_tables = [_table(tensors, index) for index in range(header["rotary_tables"])]
         for layer, data in zip(cache.layers, header["layers"], strict=True):
             _layer_from_json(layer, data, tensors, torch.device(device))
+            if data.get("rotary") is not None:
+                _rotary_from_json(layer, data["rotary"], cache.rotary_tables)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
     return cache
@@ -113,7 +122,7 @@ def _checked_header(text: str | None, path: str | os.PathLike[str]) -> Json:
             "wrote"
         )
     header = json.loads(text)
-    missing = {"format_version", "model", "quantization", "padding_source", "layers"} - set(header)
+    missing = {"format_version", "model", "quantization", "padding_source", "rotary_tables", "layers"} - set(header)
     if missing:
         raise _damaged(path, f"the header lacks {sorted(missing)[0]}")
     if header["format_version"] > FORMAT_VERSION:
@@ -162,6 +171,7 @@ def _layer_from_json(layer: Any, data: Json, tensors: Tensors, device: torch.dev
         return
     for name in ("is_initialized", "length", "window_start", "padding_is_set"):
         setattr(layer, name, data[name])
+    layer.rotary_reason = data["rotary_reason"]
     layer.rows = [RowState(padding, blocks) for padding, blocks in data["rows"]]
     if not layer.is_initialized:
         return
@@ -213,6 +223,37 @@ def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
     if state.packed.held is not None:
         named |= state.packed.read(slice(None), max(len(row.blocks) for row in layer.rows)).named()
     return named
+
+
+# -------------------------------------------------------------------- rotation
+
+
+def _tables_to_tensors(tables: list[RotaryTable], tensors: Tensors) -> int:
+    for index, table in enumerate(tables):
+        tensors[f"rotary.{index}.cos"] = table.cos[:, : table.length]
+        tensors[f"rotary.{index}.sin"] = table.sin[:, : table.length]
+    return len(tables)
+
+
+def _table(tensors: Tensors, index: int) -> RotaryTable:
+    cos, sin = tensors[f"rotary.{index}.cos"], tensors[f"rotary.{index}.sin"]
+    return RotaryTable(cos, sin, cos.shape[1])
+
+
+def _rotary_to_json(layer: Any, tables: list[RotaryTable]) -> Json:
+    if not isinstance(layer, QuantizedLayer):
+        return {}
+    if layer.rotary is None:
+        return {"rotary": None, "rotary_reason": layer.rotary_reason}
+    index = next(i for i, table in enumerate(tables) if table is layer.rotary.table)
+    return {"rotary": {"table": index, "layout": dataclasses.asdict(layer.rotary.layout)}, "rotary_reason": ""}
+
+
+def _rotary_from_json(layer: Any, data: Json, tables: list[RotaryTable]) -> None:
+    table = tables[data["table"]]
+    if table.length != layer.length:
+        raise ValueError(f"layer of {layer.length} tokens with a rotary table of {table.length}")
+    layer.set_rotary(LayerRotary(RotaryLayout(**data["layout"]), table))
 
 
 # -------------------------------------------------------------------- plain values of native layers

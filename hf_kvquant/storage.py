@@ -17,6 +17,7 @@ import torch
 
 from hf_kvquant.config import TensorSpec
 from hf_kvquant.quantizer import CHUNK_ELEMENTS, QuantizedBlocks, dequantize, quantize
+from hf_kvquant.rotary import LayerRotary
 
 Rows = slice | list[int]
 
@@ -103,38 +104,55 @@ class RowState:
 
 @dataclass
 class TensorState:
-    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``."""
+    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``. With ``rotary``,
+    blocks hold the tensor before RoPE; sinks and window are always as delivered."""
 
     spec: TensorSpec
     tokens_last: bool
+    rotary: LayerRotary | None = None
     packed: PackedBlocks = field(default_factory=PackedBlocks)
     sinks: torch.Tensor | None = None
     window: torch.Tensor | None = None
 
-    def close(self, source: torch.Tensor, rows: Rows, start: int, first_index: int, count: int, length: int) -> None:
-        """Quantize ``count`` blocks of ``length`` tokens of ``source`` from ``start`` on, as blocks ``first_index``
-        and following."""
-        blocks = source[rows, :, start : start + count * length].unflatten(2, (count, length))
-        step = max(1, CHUNK_ELEMENTS * count // blocks.numel())
+    def close(self, tokens: torch.Tensor, rows: Rows, position: int, first_index: int, length: int, batch: int) -> None:
+        """Quantize the blocks of ``length`` tokens in ``tokens [rows, K, n * length, D]`` as blocks ``first_index`` and
+        following of ``rows``; ``position`` is that of the first token, ``batch`` the rows of the whole layer."""
+        count = tokens.shape[2] // length
+        step = max(1, CHUNK_ELEMENTS * count // tokens.numel())
         for index in range(0, count, step):
-            piece = quantize(blocks[:, :, index : index + step], self.spec, self.tokens_last)
-            self.packed.write(piece, rows, first_index + index, source.shape[0], reserve=first_index + count)
+            piece = tokens[:, :, index * length : (index + step) * length]
+            if self.rotary is not None:
+                piece = self._unrotated(piece, rows, position + index * length)
+            blocks = quantize(piece.unflatten(2, (-1, length)), self.spec, self.tokens_last)
+            self.packed.write(blocks, rows, first_index + index, batch, reserve=first_index + count)
+
+    def _unrotated(self, tokens: torch.Tensor, rows: Rows, position: int) -> torch.Tensor:
+        """fp32 copy before RoPE; a lossless format keeps the delivered dtype."""
+        assert self.rotary is not None
+        raw = tokens.float().clone()
+        self.rotary.unrotate_(raw, rows, position)
+        return raw.to(tokens.dtype) if self.spec.number_format.lossless else raw
 
     def keep_sinks(self, source: torch.Tensor, rows: Rows, start: int, count: int) -> None:
         if self.sinks is None:
             self.sinks = source.new_zeros(source.shape[0], source.shape[1], count, source.shape[3])
         self.sinks[rows] = source[rows, :, start : start + count]
 
-    def read_blocks(self, out: torch.Tensor, rows: slice, valid: list[int], length: int) -> None:
-        """Dequantize the valid tokens of a row's blocks into ``out [B, K, sum(valid), D]``."""
+    def read_blocks(self, out: torch.Tensor, rows: slice, valid: list[int], length: int, position: int) -> None:
+        """Dequantize the valid tokens of a row's blocks, the first of them at ``position``, into
+        ``out [B, K, sum(valid), D]``."""
         blocks = self.packed.read(rows, len(valid))
-        if min(valid) == length:
-            dequantize(blocks, self.spec, self.tokens_last, out.unflatten(2, (len(valid), length)))
-            return
-        full = out.new_empty(*out.shape[:2], len(valid), length, out.shape[3])
-        dequantize(blocks, self.spec, self.tokens_last, full)
-        kept = torch.tensor([i * length + j for i, n in enumerate(valid) for j in range(n)], device=out.device)
-        out.copy_(full.flatten(2, 3).index_select(2, kept))
+        direct = min(valid) == length and (self.rotary is None or out.dtype == torch.float32)
+        dtype = out.dtype if self.rotary is None else torch.float32
+        full = out if direct else out.new_empty(*out.shape[:2], len(valid) * length, out.shape[3], dtype=dtype)
+        dequantize(blocks, self.spec, self.tokens_last, full.unflatten(2, (len(valid), length)))
+        if min(valid) < length:
+            kept = torch.tensor([i * length + j for i, n in enumerate(valid) for j in range(n)], device=out.device)
+            full = full.index_select(2, kept)
+        if self.rotary is not None:
+            self.rotary.rotate_(full, rows, position)
+        if not direct:
+            out.copy_(full)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.packed.apply(function)

@@ -1,0 +1,173 @@
+"""attach(model): lets the cache see the rotation of the keys it is given.
+
+Decision: one forward pre-hook per attention module and nothing else: no forward is replaced, no module gets a new
+attribute, so accelerate, PEFT, pickling, torch.compile and a second model of the same class go on as before. The hook leaves
+what it saw on the *cache* of this call (``cache.pending``), never on the module: a model may serve several threads, each with
+its own cache, and some models update other layer indices than the module's own. With any other cache, or none, the
+hook does nothing.
+
+A module counts as attention if it has a ``layer_idx``, takes a cache, and holds no other such module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from transformers import EncoderDecoderCache
+
+from hf_kvquant.cache import QuantizedKVCache
+from hf_kvquant.probing import probe
+from hf_kvquant.rotary import NO_ROPE, Pending, RotaryLayout
+
+_DROPS_CACHE = ("phi3", "phimoe")
+_CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+class _CaptureHook:
+    """Pre-hook of one attention module; picklable. ``uses`` counts the attachments that want it."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
+        self.uses = 0
+        self.layout: RotaryLayout | None = None
+        self.reason: str | None = None  # why there is no layout; None until probed
+        self.last: weakref.ref[QuantizedKVCache] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"last": None}
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        name = next((name for name in _CACHE_NAMES if arguments.get(name) is not None), None)
+        cache = None if name is None else _quantized(arguments[name])
+        if name is None or cache is None or not cache.quantization.pre_rope:
+            self._warn_if_dropped(module, arguments)
+            return
+        if self.layout is None and self.reason is None:
+            self._probe(module, arguments, name)
+        cache.pending = Pending(arguments.get("position_embeddings"), self.layout, self.reason or "")
+        self._remember(module, cache)
+
+    def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("attach: run one forward with the cache before compiling, so that RoPE can be probed")
+        if arguments.get("position_embeddings") is None:
+            self.reason = _reason_without_tables(module)
+        else:
+            self.layout, self.reason = probe(module, arguments, cache_name)
+
+    def _remember(self, module: torch.nn.Module, cache: QuantizedKVCache) -> None:
+        """Only models with a longrope boundary drop a cache; nothing is kept for the others."""
+        if _longrope_boundary(module) and not torch.compiler.is_compiling():
+            self.last = weakref.ref(cache)
+
+    def _warn_if_dropped(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+        """phi3 and phimoe recompute the whole sequence with a new cache when it crosses the longrope boundary."""
+        cache = None if self.last is None else self.last()
+        if cache is None:
+            return
+        tokens = arguments["hidden_states"].shape[1]
+        if tokens == _longrope_boundary(module) + 1 and cache.get_seq_length() == tokens - 1:
+            self.last = None
+            warnings.warn(
+                f"{type(module).__name__}: the model dropped the QuantizedKVCache at its longrope boundary of {tokens - 1} "
+                "tokens and goes on with a full-precision cache; pass prompts longer than that, or a lower "
+                "max_new_tokens, to stay on one side of it",
+                stacklevel=2,
+            )
+
+
+def _longrope_boundary(module: torch.nn.Module) -> int:
+    config = getattr(module, "config", None)
+    boundary = getattr(config, "original_max_position_embeddings", None)
+    return boundary if isinstance(boundary, int) and getattr(config, "model_type", "") in _DROPS_CACHE else 0
+
+
+def _reason_without_tables(module: torch.nn.Module) -> str:
+    inside = any("rotary" in type(each).__name__.lower() for each in module.modules())
+    return "rotates inside the attention module, out of sight" if inside else NO_ROPE
+
+
+def _quantized(cache: Any) -> QuantizedKVCache | None:
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return cache if isinstance(cache, QuantizedKVCache) else None
+
+
+def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The innermost modules with a ``layer_idx`` that take a cache."""
+    takers = [module for module in model.modules() if hasattr(module, "layer_idx") and _takes_cache(module)]
+    return [each for each in takers if not any(other in takers for other in each.modules() if other is not each)]
+
+
+def _takes_cache(module: torch.nn.Module) -> bool:
+    return any(name in inspect.signature(module.forward).parameters for name in _CACHE_NAMES)
+
+
+class AttachHandle:
+    """What :func:`attach` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block."""
+
+    def __init__(self, modules: list[torch.nn.Module]):
+        self._modules = modules
+        for module in modules:
+            _hook_of(module).uses += 1
+
+    def detach(self) -> None:
+        """Remove the hooks, unless another attachment of the same model is still in force. A second call does nothing."""
+        modules, self._modules = self._modules, []
+        for module in modules:
+            hooks = module._forward_pre_hooks
+            key = next((key for key, hook in hooks.items() if isinstance(hook, _CaptureHook)), None)
+            if key is None:
+                continue
+            hooks[key].uses -= 1
+            if not hooks[key].uses:
+                hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def __enter__(self) -> AttachHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def _hook_of(module: torch.nn.Module) -> _CaptureHook:
+    """The module's hook, registered where there is none yet."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _CaptureHook):
+            return hook
+    hook = _CaptureHook(module)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    return hook
+
+
+def attach(model: torch.nn.Module) -> AttachHandle:
+    """Let quantized caches with ``pre_rope=True`` store the keys of ``model`` before RoPE.
+
+    Use as a context manager, or keep the handle and call ``detach()``. Attaching twice is the same as once, with as many
+    detachments. A multimodal model has the attention of its text decoder attached. With any other cache the model computes
+    exactly what it did before.
+
+    Args:
+        model: a transformers model, or a module that holds one (PEFT, accelerate).
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: no module in it takes a cache.
+
+    Source: pre-RoPE keys as in KVQuant (Hooper et al. 2024, arXiv 2401.18079, section 3.2).
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={type(model).__name__} is not valid: pass the model itself, a torch.nn.Module")
+    modules = attention_modules(model)
+    if not modules:
+        raise ValueError(
+            f"model={type(model).__name__} is not valid: no module in it has a layer_idx and takes a cache; pass a "
+            "transformers model with attention layers"
+        )
+    return AttachHandle(modules)

@@ -1,0 +1,158 @@
+"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv 2104.09864) as the cache sees them: layout, tables, rotation.
+
+Decision: keys arrive rotated and are *un-rotated* in fp32 when their block closes; reading rotates them again. The angles
+are never recomputed: cos and sin are kept per token as the model applied them, because dynamic NTK and longrope leave
+old keys on the frequencies that wrote them. One table serves all layers that were handed the same cos and sin object in
+a forward (one per model as a rule, two where local and global layers differ). Tables hold half the width, one value
+per pair of channels: ``cos, sin [B or 1, T, h]``; one row where all rows agree.
+
+The inverse of a pair ``(a', b') = (a c - b s, b c + a s)`` is ``((a' c + b' s) / n, (b' c - a' s) / n)`` with
+``n = c^2 + s^2``: dividing by n makes it exact for tables that carry an attention scaling (yarn, longrope) or were
+rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NO_ROPE = "no rotation"
+PositionEmbeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class RotaryLayout:
+    """How a module rotates the tensor it hands to the cache.
+
+    Attributes:
+        slot: "key" or "value": the argument of ``update`` that carries the rotation (MLA keeps it in the values).
+        pairing: "half" pairs channel i with i + h, "interleaved" 2i with 2i + 1, within the rotated channels.
+        pairs: h, the number of rotated pairs.
+        offset: first rotated channel.
+        sign: 1, or -1 where the model rotates the other way.
+        expansion: how the model's tables hold one angle per pair: "halves" (twice, one after the other), "each"
+            (each twice), "single" (once), "complex" (cos + i sin, once).
+        swapped: the model hands (sin, cos) instead of (cos, sin).
+    """
+
+    slot: str
+    pairing: str
+    pairs: int
+    offset: int
+    sign: int
+    expansion: str
+    swapped: bool
+
+    def tables(self, position_embeddings: PositionEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model passed -> ``cos, sin [B or 1, q, h]`` in its dtype."""
+        if isinstance(position_embeddings, torch.Tensor):
+            return position_embeddings.real, position_embeddings.imag
+        cos, sin = reversed(position_embeddings) if self.swapped else position_embeddings
+        if self.expansion == "halves":
+            return cos[..., : self.pairs], sin[..., : self.pairs]
+        if self.expansion == "each":
+            return cos[..., ::2], sin[..., ::2]
+        return cos, sin
+
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and second channels of all pairs of ``x [..., D]``."""
+        rotated = x[..., self.offset : self.offset + 2 * self.pairs]
+        if self.pairing == "half":
+            return rotated[..., : self.pairs], rotated[..., self.pairs :]
+        return rotated[..., ::2], rotated[..., 1::2]
+
+    def rotate_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate fp32 ``x [..., T, D]`` in place by fp32 ``cos, sin [..., T, h]``."""
+        first, second = self.parts(x)
+        sin = sin * self.sign
+        turned = first * cos - second * sin
+        second.mul_(cos).add_(first * sin)
+        first.copy_(turned)
+
+    def unrotate_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Inverse of :meth:`rotate_`; a pair whose cos and sin are both zero is left at zero."""
+        norm = cos.square() + sin.square()
+        inverse = torch.where(norm > 0, 1.0 / norm, torch.zeros_like(norm))
+        self.rotate_(x, cos * inverse, -sin * inverse)
+
+
+@dataclass
+class RotaryTable:
+    """cos and sin of every cached token, ``[B or 1, capacity, h]``, grown in place by an eighth."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    length: int = 0
+    source: int = 0  # id of the object last appended: layers of one forward that are handed the same one share the table
+
+    @classmethod
+    def empty_like(cls, cos: torch.Tensor) -> RotaryTable:
+        return cls(*(cos.new_empty(1, 0, cos.shape[-1]) for _ in range(2)))
+
+    def append(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Add the tables ``[B or 1, q, h]`` of the next q tokens; rows that agree are kept once."""
+        if cos.shape[0] > 1 and self.cos.shape[0] == 1:
+            if all(torch.equal(table, table[:1].expand_as(table)) for table in (cos, sin)):
+                cos, sin = cos[:1], sin[:1]
+            else:
+                rows = cos.shape[0]
+                self.apply(lambda table: table.expand(rows, -1, -1).clone())
+        end = self.length + cos.shape[1]
+        if end > self.cos.shape[1]:
+            capacity = end if not self.length else max(end, self.cos.shape[1] + self.cos.shape[1] // 8)
+            self.apply(lambda table: _resized(table, capacity, self.length))
+        self.cos[:, self.length : end] = cos
+        self.sin[:, self.length : end] = sin
+        self.length = end
+
+    def rows_at(self, rows: slice | list[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 ``cos, sin [rows or 1, 1, tokens, h]`` of the tokens ``start .. end``."""
+        chosen = slice(None) if self.cos.shape[0] == 1 else rows
+        return self.cos[chosen, None, start:end].float(), self.sin[chosen, None, start:end].float()
+
+    def select(self, choose: Callable[[int], torch.Tensor]) -> None:
+        """Keep the rows ``choose(batch size)``; one common row stays common."""
+        if self.cos.shape[0] > 1:
+            rows = choose(self.cos.shape[0])
+            self.apply(lambda table: table.index_select(0, rows.to(table.device)))
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.cos, self.sin = function(self.cos), function(self.sin)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a hook saw of the attention call in progress: the tables it was given, its layout, or why it has none."""
+
+    position_embeddings: PositionEmbeddings | None
+    layout: RotaryLayout | None
+    reason: str
+
+    @property
+    def source(self) -> int:
+        """Identity of the tables: layers of one forward that share it are one group."""
+        first = self.position_embeddings
+        return id(first[0] if isinstance(first, tuple) else first)
+
+
+@dataclass
+class LayerRotary:
+    """The rotation of one layer: its layout and the table that it shares with its group."""
+
+    layout: RotaryLayout
+    table: RotaryTable
+
+    def rotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
+        """Rotate fp32 ``x [rows, K, tokens, D]``, the cached tokens from ``start`` on, in place."""
+        self.layout.rotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
+
+    def unrotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
+        self.layout.unrotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
+
+
+def _resized(table: torch.Tensor, capacity: int, used: int) -> torch.Tensor:
+    larger = table.new_empty(table.shape[0], capacity, table.shape[2])
+    larger[:, :used] = table[:, :used]
+    return larger
