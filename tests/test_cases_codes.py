@@ -14,7 +14,8 @@ import torch
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant.layers import QuantizedLayer
 from tests import tiny
-from tests.tiny import TOLERANCES, alike, assert_same_tensors, filled, layer_tensors, relative_error, states
+from tests.tiny import alike, assert_same_tensors, filled, layer_tensors, relative_error, states
+from tests.tolerances import TOLERANCES
 
 AXES = ("channel", "token", "head", "tensor")
 LAYOUTS = {name: preset.config for name, preset in PRESETS.items()} | {

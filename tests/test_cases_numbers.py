@@ -7,8 +7,8 @@ import torch
 
 from hf_kvquant import PRESETS, KVQuantConfig, TensorSpec
 from hf_kvquant.formats import FORMATS
-from tests.tiny import TOLERANCES, alike, filled, relative_error, states
-from tests.tolerances import TOLERANCES as SHARED
+from tests.tiny import alike, filled, relative_error, states
+from tests.tolerances import TOLERANCES
 
 AXES = ("channel", "token", "head", "tensor")
 LOSSY = tuple(name for name, fmt in FORMATS.items() if not fmt.lossless)
@@ -94,7 +94,7 @@ def test_case_09_zeros_and_constants(fmt: str, axis: str, dtype: torch.dtype) ->
     assert all(torch.equal(got, zeros) for got in filled(alike(fmt, axis), (zeros, zeros)).materialize())
     if FORMATS[fmt].kind != "affine":
         return
-    limit = SHARED["fp32_constant_in_fp16_metadata"] if dtype == torch.float32 else 0.0
+    limit = TOLERANCES["fp32_constant_in_fp16_metadata"] if dtype == torch.float32 else 0.0
     for constant in (1.0, -1.0, 0.1, -300.3, 1e-6, 6e4, 3.1415927):
         same = torch.full((1, 2, 32, 24), constant, dtype=dtype)
         for got in filled(alike(fmt, axis), (same, same)).materialize():

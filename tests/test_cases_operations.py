@@ -83,6 +83,24 @@ def test_case_10_crop_keeps_the_rest(config: KVQuantConfig, removed: int) -> Non
 
 
 @configs
+@pytest.mark.parametrize("removed", [2, 70, 150, 300])
+def test_case_10_crop_by_a_tensor(config: KVQuantConfig, removed: int) -> None:
+    """Assisted generation up to transformers 5.17 or later counts in tensors; it may not change what the caller holds."""
+    cache, reference = (filled(config, 300)[0] for _ in range(2))
+    count = torch.tensor(-removed)
+    cache.crop(count)  # pyright: ignore[reportArgumentType]
+    reference.crop(-removed)
+    assert int(count) == -removed
+    for index in range(3):
+        assert cache.get_seq_length(index) == reference.get_seq_length(index)
+        assert isinstance(cache.get_seq_length(index), int)
+    for each in (cache, reference):
+        update(each, *states(3, 2, 90, 16, seed=9))
+    assert_equal(contents(cache), contents(reference))
+    assert_same_tensors(codes(cache), codes(reference))
+
+
+@configs
 def test_case_10_after_a_crop_blocks_go_on_closing(config: KVQuantConfig) -> None:
     cache, _, _ = filled(config, 300)
     cache.crop(-70)

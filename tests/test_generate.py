@@ -126,7 +126,10 @@ def reset(model: Any, seen: Seen) -> None:
     cache = seen.make()
     for batch in (2, 1, 3):
         seen.generate(model, tiny.prompt(batch, PROMPT), cache)
-        cache.reset()
+        if isinstance(cache, QuantizedKVCache):
+            cache.reset()
+        else:  # transformers 5.17 resets its layers to zeros, for the same batch size only
+            cache = seen.make()
         seen.note(cache)
 
 
@@ -200,6 +203,8 @@ def observe(scenario: Scenario, name: str, quantization: KVQuantConfig | None, f
 
 @functools.cache
 def observe_dynamic(scenario: Scenario, name: str) -> Seen:
+    if tiny.BEFORE_5_24 and name == "gemma3" and scenario in (assistant, crop_and_regenerate):
+        pytest.skip("sliding layers of this transformers cannot be cropped in these scenarios, in DynamicCache neither")
     return observe(scenario, name, None, Path())
 
 
