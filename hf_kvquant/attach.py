@@ -1,10 +1,10 @@
 """attach(model): lets the cache see the rotation of the keys it is given.
 
 Decision: one forward pre-hook per attention module and nothing else: no forward is replaced, no module gets a new
-attribute, so accelerate, PEFT, pickling, torch.compile and a second model of the same class go on as before. The hook leaves
-what it saw on the *cache* of this call (``cache.pending``), never on the module: a model may serve several threads, each with
-its own cache, and some models update other layer indices than the module's own. With any other cache, or none, the
-hook does nothing.
+attribute, so accelerate, PEFT, pickling, torch.compile and a second model of the same class go on as before. The hook
+leaves what it saw on the *cache* of this call (``cache.pending``), never on the module: a model may serve several
+threads, each with its own cache, and some models update other layer indices than the module's own. With any other
+cache, or none, the hook does nothing.
 
 A module counts as attention if it has a ``layer_idx``, takes a cache, and holds no other such module.
 """
@@ -49,7 +49,10 @@ class _CaptureHook:
             return
         if self.layout is None and self.reason is None:
             self._probe(module, arguments, name)
-        cache.pending = Pending(arguments.get("position_embeddings"), self.layout, self.reason or "")
+        if self.layout is None:
+            cache.pending = Pending(None, self.reason or "")
+        else:
+            cache.pending = Pending.of(self.layout, arguments["position_embeddings"])
         self._remember(module, cache)
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
@@ -74,8 +77,8 @@ class _CaptureHook:
         if tokens == _longrope_boundary(module) + 1 and cache.get_seq_length() == tokens - 1:
             self.last = None
             warnings.warn(
-                f"{type(module).__name__}: the model dropped the QuantizedKVCache at its longrope boundary of {tokens - 1} "
-                "tokens and goes on with a full-precision cache; pass prompts longer than that, or a lower "
+                f"{type(module).__name__}: the model dropped the QuantizedKVCache at its longrope boundary of "
+                f"{tokens - 1} tokens and goes on with a full-precision cache; pass longer prompts, or a lower "
                 "max_new_tokens, to stay on one side of it",
                 stacklevel=2,
             )
@@ -117,7 +120,8 @@ class AttachHandle:
             _hook_of(module).uses += 1
 
     def detach(self) -> None:
-        """Remove the hooks, unless another attachment of the same model is still in force. A second call does nothing."""
+        """Remove the hooks, unless another attachment of the same model is still in force. A second call does
+        nothing."""
         modules, self._modules = self._modules, []
         for module in modules:
             hooks = module._forward_pre_hooks
@@ -149,9 +153,9 @@ def _hook_of(module: torch.nn.Module) -> _CaptureHook:
 def attach(model: torch.nn.Module) -> AttachHandle:
     """Let quantized caches with ``pre_rope=True`` store the keys of ``model`` before RoPE.
 
-    Use as a context manager, or keep the handle and call ``detach()``. Attaching twice is the same as once, with as many
-    detachments. A multimodal model has the attention of its text decoder attached. With any other cache the model computes
-    exactly what it did before.
+    Use as a context manager, or keep the handle and call ``detach()``. Attaching twice is the same as once, with as
+    many detachments. A multimodal model has the attention of its text decoder attached. With any other cache the
+    model computes exactly what it did before.
 
     Args:
         model: a transformers model, or a module that holds one (PEFT, accelerate).

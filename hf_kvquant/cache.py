@@ -18,7 +18,7 @@ from hf_kvquant import _compat, padding, serialization
 from hf_kvquant.config import KVQuantConfig, TensorSpec, resolve
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensors_in
-from hf_kvquant.rotary import NO_ROPE, LayerRotary, Pending, RotaryTable
+from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
 
 
 class QuantizedKVCache(Cache):
@@ -65,7 +65,7 @@ class QuantizedKVCache(Cache):
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.padding_source = "none reported"
         self.pending: Pending | None = None
-        self.rotary_tables: list[RotaryTable] = []
+        self.rotary = RotaryTables()
         self.has_warned = False
 
     def __repr__(self) -> str:
@@ -133,36 +133,25 @@ class QuantizedKVCache(Cache):
         """Keep the tables that rotated the new tokens: by the first layer of a group in a forward, for all of them."""
         if pending is None:
             raise ValueError(
-                f"layer {layer.layer_idx}: the configuration stores keys before RoPE (pre_rope=True), but the model is not "
-                "attached; write `with attach(model): model.generate(...)`, or choose pre_rope=False"
+                f"layer {layer.layer_idx}: the configuration stores keys before RoPE (pre_rope=True), but the model is "
+                "not attached; write `with attach(model): model.generate(...)`, or choose pre_rope=False"
             )
         if not layer.length:
-            layer.set_rotary(self._rotary_for(layer, pending, new_tokens), pending.reason)
-        if layer.rotary is None:
-            return
-        table = layer.rotary.table
-        if table.length == layer.length:
-            table.append(*layer.rotary.layout.tables(pending.position_embeddings))
+            self._warn_once(layer, pending)
+            joined = None if pending.layout is None else self.rotary.join(pending, new_tokens)
+            layer.set_rotary(joined, pending.reason)
+        if layer.rotary is not None and layer.rotary.table.length == layer.length:
+            assert pending.cos is not None
+            assert pending.sin is not None
+            layer.rotary.table.append(pending.cos, pending.sin)
 
-    def _rotary_for(self, layer: QuantizedLayer, pending: Pending, new_tokens: int) -> LayerRotary | None:
-        """Rotation of a layer that is about to get its first tokens, with the table of its group."""
-        if pending.layout is None:
-            if pending.reason != NO_ROPE and not self.has_warned:
-                self.has_warned = True
-                warnings.warn(
-                    f"layer {layer.layer_idx}: keys are stored after RoPE: {pending.reason}; summary() lists the layers",
-                    stacklevel=4,
-                )
-            return None
-        source = pending.source
-        for table in self.rotary_tables:
-            if table.source == source and table.length == new_tokens:
-                return LayerRotary(pending.layout, table)
-        cos, _ = pending.layout.tables(pending.position_embeddings)
-        table = RotaryTable.empty_like(cos)
-        table.source = source
-        self.rotary_tables.append(table)
-        return LayerRotary(pending.layout, table)
+    def _warn_once(self, layer: QuantizedLayer, pending: Pending) -> None:
+        if pending.layout is None and pending.reason != NO_ROPE and not self.has_warned:
+            self.has_warned = True
+            message = (
+                f"layer {layer.layer_idx}: keys are stored after RoPE: {pending.reason}; summary() lists the layers"
+            )
+            warnings.warn(message, stacklevel=4)
 
     def set_padding(self, attention_mask: torch.Tensor) -> None:
         """Say which tokens on the left of each row are padding, before the first forward.
@@ -193,7 +182,7 @@ class QuantizedKVCache(Cache):
         super().reset()
         self.padding_source = "none reported"
         self.pending = None
-        self.rotary_tables = []
+        self.rotary = RotaryTables()
 
     # ---------------------------------------------------------------- what generate asks
 
@@ -204,28 +193,22 @@ class QuantizedKVCache(Cache):
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
         removed = min(removed, length)
         super().crop(-removed)
-        for table in self.rotary_tables:
-            table.length -= removed
-        if removed == length:
-            self.rotary_tables = []
+        self.rotary.crop(removed)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of every layer, in that order."""
         super().batch_select_indices(indices)
-        for table in self.rotary_tables:
-            table.select(lambda rows: torch.arange(rows)[indices])
+        self.rotary.select(lambda rows: torch.arange(rows)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, as neighbours."""
         super().batch_repeat_interleave(repeats)
-        for table in self.rotary_tables:
-            table.select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
+        self.rotary.select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes row ``beam_idx[i]`` (beam search)."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        for table in self.rotary_tables:
-            table.select(lambda rows: beam_idx)
+        self.rotary.select(lambda rows: beam_idx)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """Name of ``get_max_length`` up to transformers 5.13: -1, unbounded."""
@@ -248,13 +231,12 @@ class QuantizedKVCache(Cache):
         """Move everything held to ``device`` and return the cache; later updates must arrive there."""
         for layer in self.layers:
             _compat.move_layer(layer, device)
-        for table in self.rotary_tables:
-            table.apply(lambda each: each.to(device))
+        self.rotary.apply(lambda each: each.to(device))
         return self
 
     def memory_report(self) -> MemoryReport:
         """Exact bytes of everything the cache holds, per layer and in total."""
-        tables = storage_nbytes(tensors_in(self.rotary_tables))
+        tables = storage_nbytes(tensors_in(self.rotary))
         return MemoryReport(tuple(layer_memory(layer) for layer in self.layers), tables)
 
     def summary(self) -> str:

@@ -55,7 +55,8 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per layer and in total; ``print`` shows a small table. ``rotary``: tables of cos and sin, shared by layers."""
+    """Bytes per layer and in total; ``print`` shows a small table. ``rotary``: tables of cos and sin, shared by
+    layers."""
 
     layers: tuple[LayerMemory, ...]
     rotary: int = 0

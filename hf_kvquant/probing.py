@@ -3,8 +3,8 @@
 Decision: the module's own forward is run on one or two tokens with a cache that stops it at ``update``: once with
 identity tables, which gives the raw tensors, and once with tables of known random angles. The layout is the one
 candidate (slot, pairing, offset, sign, expansion of the tables) that turns the first into the second. Random angles
-tell candidates apart that real tables at the first positions, nearly the identity, would not. Equal outputs mean a layer
-without rotation. What no candidate explains stays stored after RoPE, with the reason.
+tell candidates apart that real tables at the first positions, nearly the identity, would not. Equal outputs mean a
+layer without rotation. What no candidate explains stays stored after RoPE, with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, tor
 _PROBED_TOKENS = 2
 
 
-class _Captured(Exception):
+class _CapturedError(Exception):
     """Carries the tensors out of the forward."""
 
     def __init__(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -34,7 +34,7 @@ class _TapCache(DynamicCache):
     """A cache that ends the forward at its first update."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise _Captured(key_states, value_states)
+        raise _CapturedError(key_states, value_states)
 
 
 def probe(module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> tuple[RotaryLayout | None, str]:
@@ -50,7 +50,9 @@ def probe(module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -
     small |= {cache_name: _TapCache(), "attention_mask": None}
     angles = _random_angles(_first(embeddings))
     swapped = _is_swapped(embeddings)
-    raw = _run(module, small | {"position_embeddings": _tables(embeddings, torch.zeros_like(angles), "single", swapped)})
+    raw = _run(
+        module, small | {"position_embeddings": _tables(embeddings, torch.zeros_like(angles), "single", swapped)}
+    )
     if isinstance(raw, str):
         return None, raw
     for expansion in _expansions(embeddings):
@@ -92,9 +94,9 @@ def _run(module: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, torch.
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             module.forward(**arguments)
-    except _Captured as captured:
+    except _CapturedError as captured:
         return captured.states
-    except Exception as error:  # noqa: BLE001 (any failure of foreign code means: cannot be probed)
+    except Exception as error:  # any failure of foreign code means: cannot be probed
         return f"probing failed: {type(error).__name__}: {str(error)[:100]}"
     return "the module does not update the cache"
 
@@ -131,7 +133,8 @@ def _expansions(embeddings: PositionEmbeddings) -> tuple[str, ...]:
 
 
 def _is_swapped(embeddings: PositionEmbeddings) -> bool:
-    """Whether (sin, cos) is handed over: the lowest frequency has hardly turned, so its cos is near 1 and its sin near 0."""
+    """Whether (sin, cos) is handed over: the lowest frequency has hardly turned, so its cos is near 1 and its sin
+    near 0."""
     if isinstance(embeddings, torch.Tensor):
         return False
     first, second = (table[..., -1].abs().float().mean() for table in embeddings)

@@ -1,6 +1,7 @@
 """Rotary position embeddings (RoPE, Su et al. 2021, arXiv 2104.09864) as the cache sees them: layout, tables, rotation.
 
-Decision: keys arrive rotated and are *un-rotated* in fp32 when their block closes; reading rotates them again. The angles
+Decision: keys arrive rotated and are *un-rotated* in fp32 when their block closes; reading rotates them again. The
+    angles
 are never recomputed: cos and sin are kept per token as the model applied them, because dynamic NTK and longrope leave
 old keys on the frequencies that wrote them. One table serves all layers that were handed the same cos and sin object in
 a forward (one per model as a rule, two where local and global layers differ). Tables hold half the width, one value
@@ -14,7 +15,7 @@ rounded to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -85,11 +86,14 @@ class RotaryTable:
     cos: torch.Tensor
     sin: torch.Tensor
     length: int = 0
-    source: int = 0  # id of the object last appended: layers of one forward that are handed the same one share the table
+    source: int = (
+        0  # id of the object last appended: layers of one forward that are handed the same one share the table
+    )
 
     @classmethod
-    def empty_like(cls, cos: torch.Tensor) -> RotaryTable:
-        return cls(*(cos.new_empty(1, 0, cos.shape[-1]) for _ in range(2)))
+    def empty_like(cls, cos: torch.Tensor, source: int) -> RotaryTable:
+        empty = cos.new_empty(1, 0, cos.shape[-1])
+        return cls(empty, empty, source=source)
 
     def append(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Add the tables ``[B or 1, q, h]`` of the next q tokens; rows that agree are kept once."""
@@ -122,21 +126,6 @@ class RotaryTable:
         self.cos, self.sin = function(self.cos), function(self.sin)
 
 
-@dataclass(frozen=True)
-class Pending:
-    """What a hook saw of the attention call in progress: the tables it was given, its layout, or why it has none."""
-
-    position_embeddings: PositionEmbeddings | None
-    layout: RotaryLayout | None
-    reason: str
-
-    @property
-    def source(self) -> int:
-        """Identity of the tables: layers of one forward that share it are one group."""
-        first = self.position_embeddings
-        return id(first[0] if isinstance(first, tuple) else first)
-
-
 @dataclass
 class LayerRotary:
     """The rotation of one layer: its layout and the table that it shares with its group."""
@@ -150,6 +139,55 @@ class LayerRotary:
 
     def unrotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
         self.layout.unrotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a hook saw of the attention call in progress: the layout with the tables of the new tokens, or why there is
+    none. ``source`` identifies the tables: layers of one forward that share it are one group."""
+
+    layout: RotaryLayout | None
+    reason: str
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    source: int = 0
+
+    @classmethod
+    def of(cls, layout: RotaryLayout, position_embeddings: PositionEmbeddings) -> Pending:
+        first = position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings
+        return cls(layout, "", *layout.tables(position_embeddings), id(first))
+
+
+@dataclass
+class RotaryTables:
+    """The tables of a cache, one per group of layers."""
+
+    tables: list[RotaryTable] = field(default_factory=list)
+
+    def join(self, pending: Pending, new_tokens: int) -> LayerRotary:
+        """Rotation of a layer that is about to get its first tokens: with the table of its group, or a new one."""
+        assert pending.layout is not None
+        assert pending.cos is not None
+        for table in self.tables:
+            if table.source == pending.source and table.length == new_tokens:
+                return LayerRotary(pending.layout, table)
+        self.tables.append(RotaryTable.empty_like(pending.cos, pending.source))
+        return LayerRotary(pending.layout, self.tables[-1])
+
+    def crop(self, removed: int) -> None:
+        """Forget the newest ``removed`` tokens; a table without tokens is dropped."""
+        for table in self.tables:
+            table.length = max(0, table.length - removed)
+        self.tables = [table for table in self.tables if table.length]
+
+    def select(self, choose: Callable[[int], torch.Tensor]) -> None:
+        """Keep the batch rows ``choose(batch size)``."""
+        for table in self.tables:
+            table.select(choose)
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for table in self.tables:
+            table.apply(function)
 
 
 def _resized(table: torch.Tensor, capacity: int, used: int) -> torch.Tensor:

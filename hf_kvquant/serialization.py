@@ -68,9 +68,9 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         "model": cache.model_facts,
         "quantization": cache.quantization.to_dict(),
         "padding_source": cache.padding_source,
-        "rotary_tables": _tables_to_tensors(cache.rotary_tables, tensors),
+        "rotary_tables": _tables_to_tensors(cache.rotary.tables, tensors),
         "layers": [
-            _layer_to_json(layer, f"layers.{index}", tensors) | _rotary_to_json(layer, cache.rotary_tables)
+            _layer_to_json(layer, f"layers.{index}", tensors) | _rotary_to_json(layer, cache.rotary.tables)
             for index, layer in enumerate(cache.layers)
         ],
     }
@@ -101,11 +101,11 @@ def load(
     try:
         cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
         cache.padding_source = header["padding_source"]
-        cache.rotary_tables = [_table(tensors, index) for index in range(header["rotary_tables"])]
+        cache.rotary.tables = [_table(tensors, index) for index in range(header["rotary_tables"])]
         for layer, data in zip(cache.layers, header["layers"], strict=True):
             _layer_from_json(layer, data, tensors, torch.device(device))
             if data.get("rotary") is not None:
-                _rotary_from_json(layer, data["rotary"], cache.rotary_tables)
+                _rotary_from_json(layer, data["rotary"], cache.rotary.tables)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
     return cache

@@ -104,8 +104,8 @@ class RowState:
 
 @dataclass
 class TensorState:
-    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``. With ``rotary``,
-    blocks hold the tensor before RoPE; sinks and window are always as delivered."""
+    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``. With
+    ``rotary``, blocks hold the tensor before RoPE; sinks and window are always as delivered."""
 
     spec: TensorSpec
     tokens_last: bool

@@ -88,7 +88,7 @@ def test_bad_sources() -> None:
     with pytest.raises(ValueError, match="preset='k5v5' is not valid: choose one of none, fp8"):
         resolve("k5v5")
     with pytest.raises(
-        ValueError, match="KVQuantConfig='window' is not valid: unknown field; known fields are key, residual"
+        ValueError, match="KVQuantConfig='window' is not valid: unknown field; known fields are key, pre_rope, residual"
     ):
         KVQuantConfig.from_dict({"window": 3})
     with pytest.raises(ValueError, match="key='bits' is not valid: unknown field"):
