@@ -191,7 +191,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "fp8": Preset(
         KVQuantConfig(TensorSpec("fp8_e4m3", "head", 64), TensorSpec("fp8_e4m3", "head", 64)),
-        "8.0 bits in closed blocks: where 8-bit floats are wanted; int8 is closer to full precision for half a bit more",
+        "8.0 bits in closed blocks: where 8-bit floats are wanted; int8 errs less for half a bit more",
     ),
     "int8": Preset(
         _per_channel_per_token("int8", "int8"), "8.5 bits in closed blocks: when the output must stay what it was"
