@@ -42,6 +42,14 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return value
 
 
+def forget_states(layer: Any) -> None:
+    """After ``reset``: before 5.20 or so, transformers' growing layers keep their tensors, zeroed, at the old
+    length."""
+    if isinstance(layer, DynamicLayer) and layer.keys is not None:
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+
+
 def move_layer(layer: Any, device: torch.device | str) -> None:
     """Move a cache layer: by its own ``to`` where it has one, else every tensor it holds (transformers' layers have
     none)."""
@@ -54,4 +62,12 @@ def move_layer(layer: Any, device: torch.device | str) -> None:
         layer.device = torch.empty(0, device=device).device
 
 
-__all__ = ["CacheLayerMixin", "cache_argument", "is_full_attention", "map_tensors", "move_layer", "native_layers"]
+__all__ = [
+    "CacheLayerMixin",
+    "cache_argument",
+    "forget_states",
+    "is_full_attention",
+    "map_tensors",
+    "move_layer",
+    "native_layers",
+]

@@ -180,6 +180,8 @@ class QuantizedKVCache(Cache):
     def reset(self) -> None:
         """Empty every layer, keeping the objects."""
         super().reset()
+        for layer in self.layers:
+            _compat.forget_states(layer)
         self.padding_source = "none reported"
         self.pending = None
         self.rotary = RotaryTables()
@@ -189,7 +191,7 @@ class QuantizedKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: ``crop(-n)`` removes n, ``crop(n)`` with n > 0 keeps the first n (the older
         meaning)."""
-        length = self.get_seq_length()
+        length, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
         removed = min(removed, length)
         super().crop(-removed)

@@ -192,21 +192,24 @@ def _per_channel_per_token(key_format: str, value_format: str, pre_rope: bool = 
 PRESETS: dict[str, Preset] = {
     "none": Preset(
         KVQuantConfig(TensorSpec("none"), TensorSpec("none", axis="token")),
-        "lossless: for checking a pipeline bit for bit against DynamicCache; saves nothing",
+        "lossless, saves nothing: for checking a pipeline bit for bit against DynamicCache",
     ),
     "fp8": Preset(
         KVQuantConfig(TensorSpec("fp8_e4m3", "head", 64), TensorSpec("fp8_e4m3", "head", 64)),
-        "8-bit floats, one scale per head and 64 tokens: where other tools expect fp8; int8 is closer at the same size",
+        "8.0 bits in closed blocks: where 8-bit floats are wanted; int8 errs less for half a bit more",
     ),
-    "int8": Preset(_per_channel_per_token("int8", "int8"), "half the memory, output practically unchanged"),
+    "int8": Preset(
+        _per_channel_per_token("int8", "int8"), "8.5 bits in closed blocks: when the output must stay what it was"
+    ),
     "k4v4": Preset(
-        _per_channel_per_token("int4", "int4"), "the default: a quarter of the memory, retrieval mostly kept"
+        _per_channel_per_token("int4", "int4"),
+        "4.5 bits in closed blocks: the default, for long contexts on less memory",
     ),
     "k4v2": Preset(
-        _per_channel_per_token("int4", "int2"), "values bear fewer bits than keys: the next step down from k4v4"
+        _per_channel_per_token("int4", "int2"), "3.5 bits in closed blocks: values bear fewer bits than keys do"
     ),
     "k2v2": Preset(
-        _per_channel_per_token("int2", "int2"), "2-bit min-max codes: visible damage, retrieval is lost; for comparison"
+        _per_channel_per_token("int2", "int2"), "2.5 bits in closed blocks: for comparison only, facts are lost"
     ),
     "k4v4-pre": Preset(
         _per_channel_per_token("int4", "int4", True), "k4v4 with keys stored before RoPE; needs attach(model)"

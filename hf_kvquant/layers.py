@@ -253,6 +253,7 @@ class QuantizedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-n`` tokens (``n <= 0``), or keep the first ``n`` (``n > 0``, the older meaning).
         Removing more than there are empties the layer. Closed blocks keep their codes."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 counts in tensors
         removed = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
         if removed <= 0 or not self.length:
             return

@@ -85,7 +85,7 @@ def test_case_10_crop_keeps_the_rest(config: KVQuantConfig, removed: int) -> Non
 @configs
 @pytest.mark.parametrize("removed", [2, 70, 150, 300])
 def test_case_10_crop_by_a_tensor(config: KVQuantConfig, removed: int) -> None:
-    """Assisted generation up to transformers 5.17 or later counts in tensors; it may not change what the caller holds."""
+    """Prompt lookup in transformers 5.17 counts in tensors: lengths stay integers, its tensor stays as it is."""
     cache, reference = (filled(config, 300)[0] for _ in range(2))
     count = torch.tensor(-removed)
     cache.crop(count)  # pyright: ignore[reportArgumentType]

@@ -16,11 +16,15 @@ import transformers
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant._compat import cache_argument
 from hf_kvquant.layers import QuantizedLayer
 
 # Forwards of this size are all overhead: one thread is 5 to 20 times faster than two that wait for each other on a
 # busy machine.
 torch.set_num_threads(1)
+
+# Up to 5.23 the argument of forward and generate is past_key_values alone, and models do not hand position ids on.
+BEFORE_5_24 = cache_argument(transformers.LlamaForCausalLM.forward) != "cache"
 
 VOCABULARY = 128
 _COMMON: dict[str, Any] = {

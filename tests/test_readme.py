@@ -1,0 +1,66 @@
+"""README's tables are the result files', number by number, and the paths it names exist."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def preset_rows() -> list[str]:
+    agreement = results("agreement")
+    memory = {row["preset"]: row for row in agreement["memory"]["presets"] if not row["further_steps"]}
+    rows = []
+    for row in agreement["averages"]:
+        if row["variant"] != "one_shot" or row["scheme"] not in memory:
+            continue
+        size = memory[row["scheme"]]
+        bits = f"{size['packed_bits_per_element']:.2f} | {size['ratio']:.3f}"
+        quality = f"{row['teacher_forced']:.1%} | {row['free_running']:.1%} | {row['kl_nats']:.2g}"
+        rows.append(f"| `{row['scheme']}` | {bits} | {quality} |")
+    return rows
+
+
+def decode_rows() -> list[str]:
+    """Ratios to DynamicCache with one thread, and the range of what closing or flushing costs."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for cell in results("decode")["cells"]:
+        if cell["threads"] == 1:
+            cells.setdefault(cell["scheme"], []).append(cell)
+    return [_decode_row(scheme, row) for scheme, row in cells.items()]
+
+
+def _decode_row(scheme: str, row: list[dict[str, Any]]) -> str:
+    costs = [cell["closing_percent"] for cell in row if cell["closing_percent"] is not None]
+    ratios = " | ".join(f"{cell['ratio_to_dynamic']:.2f}" for cell in row)
+    return f"| {scheme} | {ratios} | {f'{min(costs):.1f} to {max(costs):.1f}' if costs else 'none'} |"
+
+
+@pytest.mark.parametrize("row", preset_rows() + decode_rows())
+def test_tables_equal_the_result_files(row) -> None:
+    assert row in README
+
+
+def test_memory_figures_in_the_text() -> None:
+    windows = {(r["residual_length"], r["tokens"]): r["ratio"] for r in results("agreement")["memory"]["windows"]}
+    text = " ".join(README.split())
+    found = [f"{windows[key]:.3f}" for key in ((128, 2000), (128, 4000), (128, 8000), (64, 2000))]
+    assert "takes {} of bf16 there, {} at 4,000 and {} at 8,000 tokens".format(*found[:3]) in text
+    assert f"gives {found[3]} at 2,000" in text
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_paths_exist(document) -> None:
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`((?:benchmarks|tests|eval|hf_kvquant|docs)/[\w./-]+)`", text))
+    named |= set(re.findall(r"\]\(([\w./-]+)\)", text))
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing
