@@ -150,7 +150,7 @@ class KVQuantConfig:
     def block_length(self) -> int:
         """Tokens in a block: a whole number of groups of both keys and values (64 where neither groups along
         tokens)."""
-        sizes = [s.group_size for s in (self.key, self.value) if s.axis != "token" and not s.number_format.lossless]
+        sizes = [spec.group_size for spec in (self.key, self.value) if spec.axis != "token"]
         return math.lcm(*sizes) if sizes else DEFAULT_BLOCK_LENGTH
 
     def to_dict(self) -> dict[str, Any]:

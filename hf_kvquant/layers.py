@@ -45,6 +45,7 @@ class QuantizedLayer(CacheLayerMixin):
     def __init__(self, config: KVQuantConfig, layer_idx: int = 0):
         self.config = config
         self.layer_idx = layer_idx
+        self.block_length = config.block_length  # once: its computation does not trace under torch.compile
         self.reset()
 
     def reset(self) -> None:
@@ -144,7 +145,7 @@ class QuantizedLayer(CacheLayerMixin):
             if state.sinks is not None:
                 out[rows, :, row.padding : start] = state.sinks[rows]
             end = start + sum(row.blocks)
-            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.config.block_length, start)
+            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.block_length, start)
         return out
 
     def _row_groups(self) -> Iterator[tuple[slice, RowState]]:
@@ -190,15 +191,15 @@ class QuantizedLayer(CacheLayerMixin):
             for state, source in zip(states, sources, strict=True):
                 if not row.blocks and config.sink_length:
                     state.keep_sinks(source, rows, start - config.sink_length, config.sink_length)
-                tokens = source[rows, :, start : start + count * config.block_length]
+                tokens = source[rows, :, start : start + count * self.block_length]
                 position = self.window_start + start
-                state.close(tokens, rows, position, len(row.blocks), config.block_length, source.shape[0])
+                state.close(tokens, rows, position, len(row.blocks), self.block_length, source.shape[0])
             for each in self.rows[rows]:
-                each.blocks.extend([config.block_length] * count)
+                each.blocks.extend([self.block_length] * count)
 
     def _closable(self, row: RowState) -> int:
         open_tokens = self.length - row.first_open(self.config.sink_length)
-        return (open_tokens - self.config.residual_length) // self.config.block_length
+        return (open_tokens - self.config.residual_length) // self.block_length
 
     def _next_window_start(self) -> int:
         return min(row.window_start(self.config.sink_length, self.length) for row in self.rows)
@@ -213,7 +214,7 @@ class QuantizedLayer(CacheLayerMixin):
         rest = source[:, :, dropped:]
         needed = rest.shape[2]
         if needed > state.window.shape[2]:
-            limit = self.config.sink_length + self.config.residual_length + self.config.block_length
+            limit = self.config.sink_length + self.config.residual_length + self.block_length
             capacity = needed if exact else max(needed, min(limit, needed + needed // 8 + 8))
             state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = rest.clone() if in_place else rest
@@ -319,27 +320,26 @@ class QuantizedLayer(CacheLayerMixin):
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """ValueError unless the tensors fit each other and what the layer holds."""
-        where = f"layer {self.layer_idx}: "
         pairs = (("key_states", self.key_state, key_states), ("value_states", self.value_state, value_states))
         for name, _, tensor in pairs:
             if tensor.dim() != 4 or not tensor.is_floating_point():
-                raise ValueError(
-                    f"{where}{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not valid: it must be a "
+                raise self._refusal(
+                    f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not valid: it must be a "
                     "floating point tensor [batch, kv_heads, tokens, head_dim]"
                 )
         if key_states.shape[0] != value_states.shape[0] or key_states.shape[2] != value_states.shape[2]:
-            raise ValueError(
-                f"{where}key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} differ in "
+            raise self._refusal(
+                f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} differ in "
                 "batch size or tokens; both must hold the same new tokens"
             )
         if self.rows and len(self.rows) != key_states.shape[0]:
-            raise ValueError(
-                f"{where}batch size {key_states.shape[0]} does not match the {len(self.rows)} rows held; reset() the "
+            raise self._refusal(
+                f"batch size {key_states.shape[0]} does not match the {len(self.rows)} rows held; reset() the "
                 "cache, or change its batch with batch_select_indices or batch_repeat_interleave"
             )
         for name, state, tensor in pairs:
             if state.window is not None:
-                self._check_against(where + name, state.window, tensor)
+                self._check_against(name, state.window, tensor)
 
     def _check_against(self, name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
         facts = (
@@ -350,10 +350,13 @@ class QuantizedLayer(CacheLayerMixin):
         )
         for fact, got, expected in facts:
             if got != expected:
-                raise ValueError(
+                raise self._refusal(
                     f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
                     "device (cache.to(device) moves it), or reset() it first"
                 )
+
+    def _refusal(self, text: str) -> ValueError:
+        return ValueError(f"layer {self.layer_idx}: {text}")
 
     @storing
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

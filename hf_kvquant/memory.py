@@ -124,7 +124,7 @@ def _tensor_memory(layer: QuantizedLayer, state: TensorState) -> LayerMemory:
     codes = sum(nbytes for name, nbytes in used.items() if name.startswith("planes."))
     window = state.window[:, :, : layer.length - layer.window_start].nbytes
     sinks = 0 if state.sinks is None else state.sinks.nbytes
-    total = storage_nbytes(tensors_in(vars(state)))
+    total = storage_nbytes(tensors_in([state.packed, state.sinks, state.window]))
     scales, zeros = used.get("scale", 0) + used.get("exponent", 0), used.get("zero", 0)
     heads, head_dim = state.window.shape[1], state.window.shape[3]
     elements = len(layer.rows) * heads * layer.length * head_dim
@@ -156,5 +156,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def storage_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages: dict[int, int] = {}
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        if storage.nbytes():  # an empty storage may carry the address of another
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

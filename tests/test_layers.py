@@ -153,7 +153,8 @@ def held_nbytes(root: Any) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+            if item.untyped_storage().nbytes():
+                storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif not isinstance(item, LlamaConfig):
             stack.extend(gc.get_referents(item))
     return sum(storages.values())

@@ -1,6 +1,8 @@
 """The one table of tolerances, each with its reason. Everything not listed here is compared for exact equality."""
 
 TOLERANCES = {
+    # Un-rotating and rotating a key rounds it twice in fp32; the issue's limit on logits of size 1 to 4.
+    "rotation_round_trip": 2e-5,
     # Half a step is exact in real numbers; fp32 rounding of (x - zero) / scale and of code * scale + zero adds a few
     # ulp of |x|.
     "half_step_ulp": 4 * 2.0**-23,
