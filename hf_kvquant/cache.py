@@ -35,7 +35,7 @@ class QuantizedKVCache(Cache):
         offload_only_non_sliding: with ``offloading``, keep sliding layers on the device.
 
     Raises:
-        ValueError: unknown preset.
+        ValueError: unknown preset, or offloading without an accelerator.
         TypeError: ``config`` is not a model configuration.
 
     Methods: keys per channel, values per token and the residual window from KIVI (arXiv 2402.02750); exact first
@@ -55,6 +55,10 @@ class QuantizedKVCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             hint = "pass model.config" if hasattr(config, "config") else "pass the model's PreTrainedConfig"
             raise TypeError(f"config={type(config).__name__} is not valid: {hint}")
+        if offloading and not torch.accelerator.is_available():
+            raise ValueError(
+                "offloading=True is not valid: it needs an accelerator to offload from, and none is available"
+            )
         self.quantization = resolve(quantization)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.model_facts = serialization.model_facts(config)
@@ -267,6 +271,7 @@ class QuantizedKVCache(Cache):
 
         Raises:
             ValueError: truncated, foreign or newer file, or one of another model.
+            FileNotFoundError: ``path`` is no file.
         """
         return serialization.load(cls, path, config, device)
 

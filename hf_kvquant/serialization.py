@@ -75,6 +75,8 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         ],
     }
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {target.parent} does not exist; create it first")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         save_file(
@@ -83,6 +85,8 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -91,6 +95,8 @@ def load(
     cls: type[QuantizedKVCache], path: str | os.PathLike[str], config: PreTrainedConfig, device: torch.device | str
 ) -> QuantizedKVCache:
     """Read what :func:`save` wrote; errors as listed at :meth:`QuantizedKVCache.load`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is no file; pass one that cache.save() wrote")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             header = _checked_header((file.metadata() or {}).get(_HEADER), path)

@@ -122,7 +122,7 @@ def test_operations_keep_tables_and_tokens_together(model) -> None:
         with attach(model), torch.no_grad():
             model(ids, attention_mask=mask[:, :40], position_ids=positions[:, :40], past_key_values=cache)
             cache.crop(-25)
-            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.reorder_cache(torch.LongTensor([1, 0]))
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([0, 3]))
             cache = _through_a_file(copy.deepcopy(cache))
@@ -298,8 +298,7 @@ def test_peft_lora(model) -> None:
 
 def test_compiled_decode_step(model) -> None:
     """fullgraph: hook, capture, closing and read trace without a break, once an eager prefill has probed the layout.
-    Each
-    closing of a block compiles anew, since the number of blocks is a Python fact."""
+    Each closing of a block compiles anew, since the number of blocks is a Python fact."""
     torch._dynamo.reset()
     ids = tokens(length=32)
     expected = logits(model, DynamicCache(config=CONFIG), ids)

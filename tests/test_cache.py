@@ -84,6 +84,9 @@ def test_bad_construction_and_layer_index() -> None:
         QuantizedKVCache(LLAMA, "k5")
     with pytest.raises(ValueError, match="preset=4 is not valid"):
         QuantizedKVCache(LLAMA, 4)  # pyright: ignore[reportArgumentType]
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="offloading=True is not valid: it needs an accelerator"):
+            QuantizedKVCache(LLAMA, offloading=True)
     with pytest.raises(TypeError, match=r"config=LlamaForCausalLM is not valid: pass model\.config"):
         QuantizedKVCache(LlamaForCausalLM(LLAMA))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="config=str is not valid"):

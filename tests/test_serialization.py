@@ -79,8 +79,9 @@ def test_a_foreign_file(path) -> None:
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="was not written by hf_kvquant"):
         QuantizedKVCache.load(path, LLAMA)
-    with pytest.raises(FileNotFoundError):
-        QuantizedKVCache.load(path.with_name("missing"), LLAMA)
+    for wrong in (path.with_name("missing"), path.parent):
+        with pytest.raises(FileNotFoundError, match="is no file; pass one that"):
+            QuantizedKVCache.load(wrong, LLAMA)
 
 
 def rewrite(path, change) -> None:
@@ -127,6 +128,13 @@ def test_another_model(path, field, value) -> None:
         ValueError, match=f"was saved from a model with {field}=.*, the given config has {field}={value}"
     ):
         QuantizedKVCache.load(path, other)
+
+
+def test_a_folder_that_does_not_exist_or_cannot_be_written(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"the folder .* does not exist; create it first"):
+        filled().save(tmp_path / "missing" / "cache")
+    with pytest.raises(OSError, match="cannot be written"):
+        filled().save("/proc/cache")
 
 
 def test_writing_is_atomic(path, monkeypatch) -> None:
