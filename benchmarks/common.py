@@ -15,7 +15,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_available
 
-from hf_kvquant import PRESETS, QuantizedKVCache
+from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant._compat import cache_argument
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,8 +42,8 @@ class Scheme:
     is_installed: Callable[[], bool] = lambda: True
 
 
-def _ours(name: str) -> Scheme:
-    return Scheme(name, lambda config, length: QuantizedKVCache(config, name))
+def _ours(name: str, quantization: KVQuantConfig | None = None) -> Scheme:
+    return Scheme(name, lambda config, length: QuantizedKVCache(config, quantization or name))
 
 
 INCUMBENTS = (
@@ -63,7 +63,18 @@ INCUMBENTS = (
     ),
     Scheme("transformers-fp8", lambda config, length: QuantizedCache("fp8", config)),
 )
-SCHEMES = {scheme.name: scheme for scheme in (*INCUMBENTS, *(_ours(name) for name in PRESETS))}
+# Other ways to spend bits around the default preset, to see what its agreement with full precision is limited by.
+_DEFAULT = PRESETS["k4v4"].config
+VARIANTS = {
+    "k4v4-group32": replace(_DEFAULT, key=TensorSpec(group_size=32), value=TensorSpec(axis="token", group_size=32)),
+    "k4v4-window512": replace(_DEFAULT, residual_length=512),
+    "k4v8": replace(_DEFAULT, value=TensorSpec("int8", "token")),
+    "k8v4": replace(_DEFAULT, key=TensorSpec("int8")),
+}
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (*INCUMBENTS, *(_ours(name) for name in PRESETS), *(_ours(*item) for item in VARIANTS.items()))
+}
 
 
 def choose_schemes(names: Iterable[str], config: Any) -> tuple[list[Scheme], dict[str, str]]:
