@@ -38,6 +38,7 @@ from benchmarks.common import (
 )
 from benchmarks.footprint import RATIO_LIMIT, RATIO_TOKENS, footprint_lines, measure_footprint
 from hf_kvquant import PRESETS
+from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.models import load_model
 
 DATA = Path(__file__).parents[1] / "eval" / "data"
@@ -50,7 +51,7 @@ PASSAGES = (
 )
 TAIL = 64  # prompt tokens that read codes in the "tail" variant
 AGREEMENT_LIMITS = {"k4v4": 0.90, "int8": 0.99}
-DEFAULT_SCHEMES = (*PRESETS, QUANTO)
+DEFAULT_SCHEMES = (*UNATTACHED_PRESETS, QUANTO)
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 

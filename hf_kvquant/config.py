@@ -221,6 +221,7 @@ PRESETS: dict[str, Preset] = {
         _per_channel_per_token("int2", "int2", True), "k2v2 with keys stored before RoPE; needs attach(model)"
     ),
 }
+UNATTACHED_PRESETS = {name: preset for name, preset in PRESETS.items() if not preset.config.pre_rope}
 DEFAULT_PRESET = "k4v4"
 
 

@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteria
 from transformers.utils import logging
 
 from hf_kvquant._compat import cache_argument
+from hf_kvquant.attach import attach
 from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.config import PRESETS
 from hf_kvquant.models import load_model, smollm2_dir
@@ -153,7 +154,9 @@ def _check_length(model: Any, settings: DemoSettings) -> None:
 
 def _measure(model: Any, tokenizer: Any, prompt: Prompt, scheme: str, new_tokens: int, bar: tqdm) -> Row:
     cache = DynamicCache(config=model.config) if scheme == FULL_PRECISION else QuantizedKVCache(model.config, scheme)
-    text, seconds = _ask(model, tokenizer, prompt, cache, new_tokens, bar, scheme)
+    before_rope = isinstance(cache, QuantizedKVCache) and cache.quantization.pre_rope
+    with attach(model) if before_rope else contextlib.nullcontext():
+        text, seconds = _ask(model, tokenizer, prompt, cache, new_tokens, bar, scheme)
     nbytes, bits = _size(cache)
     return Row(scheme, _first_sentence(text), prompt.answer in text, nbytes, bits, 1.0, seconds)
 

@@ -17,10 +17,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
 
-UNATTACHED = sorted(name for name, preset in PRESETS.items() if not preset.config.pre_rope)
+UNATTACHED = sorted(UNATTACHED_PRESETS)
 LLAMA = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=4,

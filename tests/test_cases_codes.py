@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
 from tests import tiny
 from tests.tiny import alike, assert_same_tensors, filled, layer_tensors, relative_error, states
 from tests.tolerances import TOLERANCES
 
 AXES = ("channel", "token", "head", "tensor")
-LAYOUTS = {name: preset.config for name, preset in PRESETS.items()} | {
+LAYOUTS = {name: preset.config for name, preset in UNATTACHED_PRESETS.items()} | {
     axis: alike("int4", axis, residual=8, sinks=4) for axis in AXES
 }
 layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
@@ -33,10 +34,10 @@ def row_tensors(layer: QuantizedLayer, row: int) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------- 2: closed blocks stay as they are
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", UNATTACHED_PRESETS)
 def test_case_02_many_closings_leave_the_oldest_tokens_alone(preset: str) -> None:
     keys, values = states(1, 1, 2048, 16)
-    layer = filled(PRESETS[preset].config, (keys[:, :, :1024], values[:, :, :1024]))
+    layer = filled(UNATTACHED_PRESETS[preset].config, (keys[:, :, :1024], values[:, :, :1024]))
     closed = len(layer.rows[0].blocks)
     codes = {name: tensor.clone() for name, tensor in layer_tensors(layer).items()}
     oldest = slice(0, 4 + 64 * closed)
@@ -79,8 +80,8 @@ def test_case_03_every_prompt_length_and_shape(head_dim: int, group: int) -> Non
 
 def test_case_03_every_length_as_one_prompt() -> None:
     keys, values = states(2, 3, 130, 40)
-    for preset, length in itertools.product(PRESETS, range(1, 131)):
-        config = PRESETS[preset].config
+    for preset, length in itertools.product(UNATTACHED_PRESETS, range(1, 131)):
+        config = UNATTACHED_PRESETS[preset].config
         layer = filled(KVQuantConfig(config.key, config.value, 0, 3), (keys[:, :, :length], values[:, :, :length]))
         assert layer.get_seq_length() == length
         assert all(t.shape[2] == length and bool(t.isfinite().all()) for t in layer.materialize())

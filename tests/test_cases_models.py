@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache
 
-from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
 from tests import tiny
 from tests.tiny import assert_same_tensors, layer_tensors
@@ -49,7 +50,7 @@ def test_case_01_presets_keep_a_short_prompt_exact() -> None:
     dynamic = tiny.new_cache(model, None)
     tiny.forward(model, ids[:, :40], dynamic)
     exact = tiny.forward(model, ids[:, 40:], dynamic)
-    for preset in PRESETS:
+    for preset in UNATTACHED_PRESETS:
         cache = tiny.new_cache(model, preset)
         tiny.forward(model, ids[:, :40], cache)
         assert torch.equal(tiny.forward(model, ids[:, 40:], cache), exact)

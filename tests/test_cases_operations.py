@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import Cache
 
-from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache
+from hf_kvquant import KVQuantConfig, QuantizedKVCache
+from hf_kvquant.config import UNATTACHED_PRESETS
 from tests import tiny
 from tests.tiny import assert_same_tensors, layer_tensors, states
 
-CONFIGS = {name: preset.config for name, preset in PRESETS.items()} | {"blocks of 16": tiny.quantized()}
+CONFIGS = {name: preset.config for name, preset in UNATTACHED_PRESETS.items()} | {"blocks of 16": tiny.quantized()}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 PADDING = (0, 5, 61)
 

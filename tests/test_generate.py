@@ -19,13 +19,14 @@ import pytest
 import torch
 from transformers import Cache
 
-from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache
+from hf_kvquant import KVQuantConfig, QuantizedKVCache
+from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
 from tests import tiny
 
 MODELS = ("llama", "qwen3", "gemma3")
 PROMPT, NEW = 150, 20
-QUANTIZED_PRESETS = [name for name in PRESETS if name != "none"]
+QUANTIZED_PRESETS = [name for name in UNATTACHED_PRESETS if name != "none"]
 
 
 def quantized_layers(cache: Any) -> list[QuantizedLayer]:
@@ -263,7 +264,7 @@ def test_quantized_keeps_the_accounting(scenario: Scenario, name: str, tmp_path:
 @pytest.mark.parametrize("preset", QUANTIZED_PRESETS)
 @pytest.mark.parametrize("scenario", [prompt_lookup, left_padding], ids=lambda function: function.__name__)
 def test_presets_keep_the_accounting(scenario: Scenario, preset: str, tmp_path: Path) -> None:
-    config = PRESETS[preset].config
+    config = UNATTACHED_PRESETS[preset].config
     assert_same_accounting(scenario, "llama", KVQuantConfig(config.key, config.value, residual_length=16), tmp_path)
 
 

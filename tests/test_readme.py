@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.prerope import table_rows
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -44,7 +46,11 @@ def _decode_row(scheme: str, row: list[dict[str, Any]]) -> str:
     return f"| {scheme} | {ratios} | {f'{min(costs):.1f} to {max(costs):.1f}' if costs else 'none'} |"
 
 
-@pytest.mark.parametrize("row", preset_rows() + decode_rows())
+def prerope_rows() -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in table_rows(results("prerope"))]
+
+
+@pytest.mark.parametrize("row", preset_rows() + decode_rows() + prerope_rows())
 def test_tables_equal_the_result_files(row) -> None:
     assert row in README
 
