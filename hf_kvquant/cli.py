@@ -15,7 +15,8 @@ from hf_kvquant.demo import DTYPES, DemoError, DemoSettings, format_table, run
 from hf_kvquant.models import SMOLLM2, MissingPackageError
 
 LEGEND = """\
-cache bytes: all that a cache holds after the answer; ratio: to DynamicCache; s/token: median of the decoding steps."""
+cache bytes: all that a cache holds after the answer; ratio: to DynamicCache; s/token: median of the decoding steps.
+One question is an illustration, not a measurement: another --seed may turn one answer or the other."""
 USAGE = """\
 In your own code:
     from hf_kvquant import QuantizedKVCache
