@@ -293,6 +293,8 @@ class QuantizedLayer(CacheLayerMixin):
         if not self.rows:
             return
         chosen = torch.arange(len(self.rows))[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
+        if not len(chosen):
+            raise self._refusal("indices=[] is not valid: keep at least one row, or reset() the cache")
         self.rows = [self.rows[index].copy() for index in chosen.tolist()]
         self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
 

@@ -112,7 +112,7 @@ def load(
             _layer_from_json(layer, data, tensors, torch.device(device))
             if data.get("rotary") is not None:
                 _rotary_from_json(layer, data["rotary"], cache.rotary.tables)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(path, error) from error
     return cache
 
@@ -127,10 +127,17 @@ def _checked_header(text: str | None, path: str | os.PathLike[str]) -> Json:
             f"{path} was not written by hf_kvquant: its header has no {_HEADER!r} entry; pass a file that cache.save() "
             "wrote"
         )
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _damaged(path, error) from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "the header is no mapping")
     missing = {"format_version", "model", "quantization", "padding_source", "rotary_tables", "layers"} - set(header)
     if missing:
         raise _damaged(path, f"the header lacks {sorted(missing)[0]}")
+    if not isinstance(header["format_version"], int) or not isinstance(header["model"], dict):
+        raise _damaged(path, "format_version must be a number and model a mapping")
     if header["format_version"] > FORMAT_VERSION:
         raise ValueError(
             f"{path} has format_version={header['format_version']}, this hf_kvquant reads up to {FORMAT_VERSION}; "

@@ -113,6 +113,13 @@ def test_set_padding_refuses_what_it_cannot_honour() -> None:
         cache.update(states(), states(), 0)
 
 
+def test_an_empty_selection_is_refused_and_changes_nothing() -> None:
+    cache = filled()
+    with pytest.raises(ValueError, match=r"layer 0: indices=\[\] is not valid: keep at least one row"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    assert cache.batch_size == 2
+
+
 def test_summary_says_what_is_applied_and_why_not() -> None:
     text = QuantizedKVCache(LLAMA).summary()
     assert "layers 0-1: quantized after RoPE, keys int4 per channel over 64 tokens, fp16 scales" in text

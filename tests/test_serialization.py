@@ -94,6 +94,13 @@ def rewrite(path, change) -> None:
     save_file(tensors, path, {"hf_kvquant": json.dumps(header)})
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_header_that_is_no_mapping(path, text) -> None:
+    save_file({"weight": torch.zeros(2)}, path, {"hf_kvquant": text})
+    with pytest.raises(ValueError, match="is damaged"):
+        QuantizedKVCache.load(path, LLAMA)
+
+
 def test_a_newer_file(path) -> None:
     filled().save(path)
     rewrite(path, lambda header, _: header.update(format_version=2))
@@ -111,6 +118,9 @@ def test_a_newer_file(path) -> None:
         lambda header, tensors: header["layers"][0].update(type="DynamicLayer"),
         lambda header, tensors: header.pop("model"),
         lambda header, tensors: header["quantization"].update(bits=3),
+        lambda header, tensors: header.update(format_version="2"),
+        lambda header, tensors: header.update(model=[1]),
+        lambda header, tensors: header["layers"].__setitem__(0, []),
     ],
 )
 def test_a_damaged_file(path, change) -> None:
