@@ -270,7 +270,8 @@ class QuantizedLayer(CacheLayerMixin):
                 row.blocks[-1] -= taken
                 if not row.blocks[-1]:
                     row.blocks.pop()
-        self.window_start = self._next_window_start()
+        # Never forward: a selection may have removed the row that held the window back, but the tensor still begins there.
+        self.window_start = min(old_start, self._next_window_start())
         if self.window_start < old_start:
             for state in (self.key_state, self.value_state):
                 self._reopen_sinks(state, old_start)

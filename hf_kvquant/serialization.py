@@ -233,8 +233,9 @@ def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
     named = {"window": state.window[:, :, : layer.length - layer.window_start]}
     if state.sinks is not None:
         named["sinks"] = state.sinks
-    if state.packed.held is not None:
-        named |= state.packed.read(slice(None), max(len(row.blocks) for row in layer.rows)).named()
+    blocks = max(len(row.blocks) for row in layer.rows)
+    if blocks:
+        named |= state.packed.read(slice(None), blocks).named()
     return named
 
 

@@ -120,6 +120,29 @@ def test_an_empty_selection_is_refused_and_changes_nothing() -> None:
     assert cache.batch_size == 2
 
 
+@pytest.mark.parametrize("preset", UNATTACHED)
+@pytest.mark.parametrize("padding", [50, 100])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_crop_and_files_after_selecting_a_row_of_a_padded_batch(preset, padding, kept, tmp_path) -> None:
+    """The row that held the window back is gone: what is left must not move, and must survive a file."""
+    cache = QuantizedKVCache(LLAMA, preset)
+    mask = torch.ones(2, 250, dtype=torch.long)
+    mask[0, :padding] = 0
+    cache.set_padding(mask)
+    keys = torch.randn(2, 2, 250, 16, generator=torch.Generator().manual_seed(0))
+    for index in range(2):
+        cache.update(keys, keys, index)
+    cache.batch_select_indices(torch.tensor([kept]))
+    before = cache.layers[0].keys
+    cache.save(tmp_path / "cache")
+    for one in (cache, QuantizedKVCache.load(tmp_path / "cache", LLAMA)):
+        assert one.memory_report().total > 0
+        one.crop(-1)
+        assert torch.equal(one.layers[0].keys, before[:, :, :249])
+        one.update(states(1), states(1), 0)
+        assert torch.equal(one.layers[0].keys[:, :, :249], before[:, :, :249])
+
+
 def test_summary_says_what_is_applied_and_why_not() -> None:
     text = QuantizedKVCache(LLAMA).summary()
     assert "layers 0-1: quantized after RoPE, keys int4 per channel over 64 tokens, fp16 scales" in text
