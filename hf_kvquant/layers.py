@@ -270,7 +270,7 @@ class QuantizedLayer(CacheLayerMixin):
                 row.blocks[-1] -= taken
                 if not row.blocks[-1]:
                     row.blocks.pop()
-        # Never forward: a selection may have removed the row that held the window back, but the tensor still begins there.
+        # Never forward: a selection may have dropped the row that held the window back; the tensor still begins there.
         self.window_start = min(old_start, self._next_window_start())
         if self.window_start < old_start:
             for state in (self.key_state, self.value_state):
