@@ -94,6 +94,8 @@ class QuantizedKVCache(Cache):
         layer = self.layers[layer_idx]
         if self.is_encoder_decoder:
             self._refuse_cross_attention(layer_idx)
+        if isinstance(layer, QuantizedLayer) and layer.rows and not layer.is_initialized:
+            layer.expand_rows(key_states.shape[0])
         if isinstance(layer, QuantizedLayer) and layer.awaits_padding:
             self._learn_padding(layer, key_states, kwargs)
         if self.quantization.pre_rope:

@@ -249,6 +249,11 @@ class QuantizedLayer(CacheLayerMixin):
                 row.padding = count
         self.padding_is_set = self.padding_is_set or fixed
 
+    def expand_rows(self, batch_size: int) -> None:
+        """Before the first token: beams and num_return_sequences repeat the rows that ``set_padding`` was given."""
+        if batch_size % len(self.rows) == 0:
+            self.rows = [row.copy() for row in self.rows for _ in range(batch_size // len(self.rows))]
+
     # ---------------------------------------------------------------- batch, crop, devices
 
     def crop(self, tokens_to_remove: int) -> None:

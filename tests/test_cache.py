@@ -144,6 +144,15 @@ def test_crop_and_files_after_selecting_a_row_of_a_padded_batch(preset, padding,
         assert torch.equal(one.layers[0].keys[:, :, first:249], before[:, :, first:249])
 
 
+def test_set_padding_is_repeated_for_beams() -> None:
+    """generate repeats the rows of the batch as neighbours before the first forward; the padding follows."""
+    cache = QuantizedKVCache(LLAMA)
+    cache.set_padding(torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    for index in range(2):
+        cache.update(states(6, tokens=3), states(6, tokens=3), index)
+    assert [[row.padding for row in layer.rows] for layer in cache.layers] == [[2, 2, 2, 0, 0, 0]] * 2
+
+
 def test_summary_says_what_is_applied_and_why_not() -> None:
     text = QuantizedKVCache(LLAMA).summary()
     assert "layers 0-1: quantized after RoPE, keys int4 per channel over 64 tokens, fp16 scales" in text
