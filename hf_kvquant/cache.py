@@ -218,10 +218,6 @@ class QuantizedKVCache(Cache):
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         self.rotary.select(lambda rows: beam_idx)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """Name of ``get_max_length`` up to transformers 5.13: -1, unbounded."""
-        return self.get_max_length(layer_idx)
-
     @property
     def batch_size(self) -> int:
         """Rows held, -1 before the first update."""
@@ -250,7 +246,7 @@ class QuantizedKVCache(Cache):
     def summary(self) -> str:
         """What is applied to which layer, and why not where not; one line per run of equal layers."""
         size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
-        lines = [f"{type(self).__name__}: {size}; left padding: {self.padding_source}"]
+        lines = [f"{type(self).__name__}: {size}; left padding: {self._padding_text()}"]
         start = 0
         texts = [_layer_text(layer) for layer in self.layers]
         for index, text in enumerate(texts):
@@ -258,6 +254,12 @@ class QuantizedKVCache(Cache):
                 lines.append(f"layers {start}-{index}: {text}" if index > start else f"layer {index}: {text}")
                 start = index + 1
         return "\n".join(lines)
+
+    def _padding_text(self) -> str:
+        """Where the padding is known from and how much there is: what is taken as padding is not kept."""
+        rows = next((layer.rows for layer in self.layers if isinstance(layer, QuantizedLayer)), [])
+        counts = [row.padding for row in rows]
+        return self.padding_source + (f", tokens per row {counts}" if any(counts) else "")
 
     # ---------------------------------------------------------------- files
 

@@ -105,10 +105,6 @@ class QuantizedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """Name of :meth:`get_max_length` up to transformers 5.13."""
-        return -1
-
     # ---------------------------------------------------------------- reading
 
     @property

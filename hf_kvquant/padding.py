@@ -10,7 +10,7 @@ count per row before the first block closes. Three sources, in this order:
 3. neither: rows are taken as unpadded.
 
 Rejected: recognising padding by content, which cannot be right for every model; and reading the mask out of the
-    caller's frame.
+caller's frame.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
     """Write ``cache`` to ``path``, replacing it as a whole or not at all.
 
     Raises:
-        ValueError: a native layer holds something that has no plain form.
+        ValueError: a native layer holds something that has no plain form, or an interrupted forward left layers that
+            do not agree.
         OSError: the folder does not exist or cannot be written.
     """
+    _check_complete(cache)
     tensors: Tensors = {}
     header = {
         "format_version": FORMAT_VERSION,
@@ -89,6 +91,20 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_complete(cache: QuantizedKVCache) -> None:
+    """Refuse what an interrupted forward leaves: layers of different lengths, or one whose window was not yet
+    written."""
+    layers = [layer for layer in cache.layers if isinstance(layer, QuantizedLayer) and layer.is_initialized]
+    lengths = sorted({layer.length for layer in layers})
+    windows = [(layer, state.window) for layer in layers for _, state in _states(layer)]
+    torn = any(window is None or window.shape[2] < each.length - each.window_start for each, window in windows)
+    if torn or len(lengths) > 1:
+        raise ValueError(
+            f"the cache holds layers of {lengths} tokens, as an interrupted forward leaves them; nothing was written: "
+            "reset() the cache and prefill it again"
+        )
 
 
 def load(

@@ -20,6 +20,7 @@ from transformers import (
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.memory import tensors_in
 
 UNATTACHED = sorted(UNATTACHED_PRESETS)
 LLAMA = LlamaConfig(
@@ -169,6 +170,12 @@ def test_summary_says_what_is_applied_and_why_not() -> None:
     assert "300 tokens, keys int4 per channel" in repr(filled())
 
 
+def test_summary_counts_what_is_taken_as_padding() -> None:
+    cache = QuantizedKVCache(LLAMA)
+    cache.update(states(1, tokens=4), states(1, tokens=4), 0, kwargs={"position_ids": torch.tensor([[0, 0, 0, 1]])})
+    assert "left padding: position_ids, tokens per row [2]" in cache.summary()
+
+
 def test_memory_report_by_hand() -> None:
     """k4v4, 300 tokens of 2 rows x 2 heads x 16 channels in bf16: 2 blocks closed, 4 sinks, window of 168; every byte
     counted by hand."""
@@ -217,6 +224,21 @@ def test_move_to_another_device() -> None:
     assert cache.layers[0].keys.device.type == "meta"
     with pytest.raises(ValueError, match="device=cpu, the cache holds device=meta"):
         cache.update(states(), states(), 0)
+
+
+def test_prefetch_moves_everything_to_the_device_of_the_layer() -> None:
+    """Offloaded tensors on the CPU, a layer that belongs elsewhere (the meta device stands in for an accelerator)."""
+    cache = filled()
+    layer = cache.layers[0]
+    layer.offload()
+    layer.device = torch.device("meta")
+    full, _ = layer.update(states().to("meta"), states().to("meta"))
+    assert full.is_meta
+    assert all(tensor.is_meta for tensor in tensors_in([layer.key_state, layer.value_state]))
+    other = cache.layers[1]
+    other.device = torch.device("meta")
+    other.prefetch()
+    assert all(tensor.is_meta for tensor in tensors_in([other.key_state, other.value_state]))
 
 
 def test_offloaded_layer_is_brought_back_by_update() -> None:

@@ -147,6 +147,30 @@ def test_a_folder_that_does_not_exist_or_cannot_be_written(tmp_path) -> None:
         filled().save("/proc/cache")
 
 
+@pytest.mark.parametrize("layers", [[0], [0, 1]])
+def test_an_interrupted_forward_is_not_saved(path, layers, monkeypatch) -> None:
+    """Between layers, and in the middle of one: save refuses, writes nothing, and reset() repairs."""
+    cache = filled(tokens=190)
+    cache.update(states(tokens=60), states(tokens=60), layers[0])
+    if len(layers) > 1:
+        monkeypatch.setattr(type(cache.layers[1]), "_close_blocks", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.update(states(tokens=60), states(tokens=60), 1)
+        monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"as an interrupted forward leaves them; nothing was written: reset\(\)"):
+        cache.save(path)
+    assert not path.exists()
+    cache.reset()
+    for index in range(2):
+        cache.update(states(tokens=60), states(tokens=60), index)
+    cache.save(path)
+    assert QuantizedKVCache.load(path, LLAMA).get_seq_length() == 60
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_writing_is_atomic(path, monkeypatch) -> None:
     """An interrupted save leaves the old file as it was and nothing beside it."""
     filled("int8").save(path)
