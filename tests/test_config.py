@@ -14,10 +14,11 @@ INTEGERS = [name for name, fmt in FORMATS.items() if fmt.kind == "affine"]
 
 
 @st.composite
-def specs(draw) -> TensorSpec:
+def specs(draw, name: str | None = None) -> TensorSpec:
+    """Any valid spec, of one format if named."""
     axis = draw(st.sampled_from(AXES))
     size = draw(st.integers(1, 300)) if axis == "token" else 8 * draw(st.integers(1, 16))
-    fmt = draw(st.sampled_from(sorted(FORMATS)))
+    fmt = name or draw(st.sampled_from(sorted(FORMATS)))
     symmetric = draw(st.sampled_from([None, True, False] if FORMATS[fmt].kind != "table" else [None, True]))
     return TensorSpec(fmt, axis, size, symmetric, draw(st.sampled_from(sorted(SCALE_DTYPES))))
 

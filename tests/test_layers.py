@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.formats import FORMATS
 from hf_kvquant.layers import QuantizedLayer
 from tests.test_config import specs
 
@@ -21,9 +22,13 @@ LLAMA = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_he
 HEADS, KEY_DIM, VALUE_DIM = 2, 40, 24
 
 
+every_format = pytest.mark.parametrize("name", sorted(FORMATS))
+
+
 @st.composite
-def configs(draw) -> KVQuantConfig:
-    key, value = draw(specs()), draw(specs())
+def configs(draw, name: str | None = None) -> KVQuantConfig:
+    """Any valid configuration, with keys of one format if named."""
+    key, value = draw(specs(name)), draw(specs())
     return KVQuantConfig(key, value, draw(st.sampled_from([0, 1, 16, 60])), draw(st.sampled_from([0, 1, 4])))
 
 
@@ -57,10 +62,12 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@settings(max_examples=40)
-@given(configs(), st.integers(1, 700), st.lists(st.integers(0, 700), max_size=6), st.integers(0, 2**31))
-def test_state_depends_only_on_the_tokens(config, total, cuts, seed) -> None:
+@every_format
+@settings(max_examples=15)
+@given(st.data(), st.integers(1, 700), st.lists(st.integers(0, 700), max_size=6), st.integers(0, 2**31))
+def test_state_depends_only_on_the_tokens(name, data, total, cuts, seed) -> None:
     """Invariants 1 and 2: any chunking gives identical codes; the newest tokens and the sinks are exact."""
+    config = data.draw(configs(name))
     keys, values = states(seed, 2, total)
     whole, pieces = QuantizedLayer(config), QuantizedLayer(config)
     whole.update(keys, values)
@@ -75,10 +82,12 @@ def test_state_depends_only_on_the_tokens(config, total, cuts, seed) -> None:
     assert len(whole.rows[0].blocks) == max(0, open_tokens // config.block_length)
 
 
-@settings(max_examples=25)
-@given(configs(), st.integers(0, 2**31))
-def test_closed_blocks_never_change_and_new_tokens_are_exact(config, seed) -> None:
+@every_format
+@settings(max_examples=10)
+@given(st.data(), st.integers(0, 2**31))
+def test_closed_blocks_never_change_and_new_tokens_are_exact(name, data, seed) -> None:
     """Invariant 1 step by step, and that update returns what it was given, exactly, behind an unchanged past."""
+    config = data.draw(configs(name))
     keys, values = states(seed, 1, 420)
     layer = QuantizedLayer(config)
     before: list[torch.Tensor] = []
@@ -93,18 +102,20 @@ def test_closed_blocks_never_change_and_new_tokens_are_exact(config, seed) -> No
         before, count = codes(layer), len(layer.rows[0].blocks)
 
 
-@settings(max_examples=40)
+@every_format
+@settings(max_examples=12)
 @given(
-    configs(),
+    st.data(),
     st.lists(st.integers(0, 150), min_size=2, max_size=4),
     st.integers(151, 500),
     st.lists(st.integers(0, 500), max_size=4),
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_padding_and_neighbours_change_nothing(config, padding, total, cuts, learned, seed) -> None:
+def test_padding_and_neighbours_change_nothing(name, data, padding, total, cuts, learned, seed) -> None:
     """Invariant 6: a row alone and the same row left-padded in a batch hold the same codes, garbage in the padding or
     not."""
+    config = data.draw(configs(name))
     keys, values = states(seed, len(padding), total)
     mask = torch.arange(total) >= torch.tensor(padding)[:, None]
     for tensor in (keys, values):
@@ -224,10 +235,13 @@ def test_lossless_equals_dynamic_cache_in_every_operation(operations, window, si
                 assert torch.equal(mine.values, other.values)
 
 
-@settings(max_examples=30)
-@given(configs(), OPERATIONS, st.integers(0, 2**31))
-def test_quantized_operations_move_codes_and_never_recompute_them(config, operations, seed) -> None:
-    """What a quantized cache reads back of surviving tokens is bit-identical across everything but closing."""
+@every_format
+@settings(max_examples=12)
+@given(st.data(), OPERATIONS, st.integers(0, 2**31))
+def test_quantized_operations_move_codes_and_never_recompute_them(name, data, operations, seed) -> None:
+    """Invariant 3, and what a quantized cache reads back of surviving tokens is bit-identical across everything but
+    closing."""
+    config = data.draw(configs(name))
     cache: Any = QuantizedKVCache(LLAMA, config)
     batch, last = 2, None
     for step, (name, argument) in enumerate([("update", 300), *operations]):
