@@ -38,6 +38,39 @@ MLA = {
     "moe_intermediate_size": 32,
 }
 MIXED = {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": 100,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1],
+}
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 32,
+    },
+    "original_max_position_embeddings": 32,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ONE_FULL = {"layer_types": ["full_attention"] * 2}
 
 
@@ -66,6 +99,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers without rotation": ("SmolLM3Config", {"no_rope_layers": [0, 1]} | ONE_FULL, HALF),
     "yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=128), HALF),
     "dynamic NTK, crossing": ("LlamaConfig", {"max_position_embeddings": 24} | rope("dynamic", factor=2.0), HALF),
+    "longrope, crossing": ("Phi3Config", LONGROPE, HALF),
+    "llama3": ("LlamaConfig", rope("llama3", **LLAMA3), HALF),
+    "shared keys and values": ("Gemma3nTextConfig", SHARED, HALF),
+    "linear hybrid": ("Qwen3NextConfig", LINEAR, "pairs at channel 0 of the keys"),
     "no rotation at all": ("GPT2Config", GPT, "no rotation"),
 }
 LOSSLESS = KVQuantConfig(TensorSpec("none", group_size=8), TensorSpec("none", group_size=8), 4, 2, pre_rope=True)
@@ -109,9 +146,15 @@ def test_lossless_before_rope_equals_dynamic_cache(kind) -> None:
     error, cache = difference(kind)
     assert error <= TOLERANCES["rotation_round_trip"]
     assert KINDS[kind][2] in cache.summary()
-    closed = [len(layer.rows[0].blocks) for layer in cache.layers if hasattr(layer, "rows")]
+    closed = [len(row.blocks) for layer in cache.layers if hasattr(layer, "rows") for row in layer.rows]
     assert closed
     assert min(closed) >= 4
+
+
+def test_layers_without_rotation_are_told_apart() -> None:
+    _, cache = difference("layers without rotation")
+    assert [layer.rotary is None for layer in cache.layers] == [True, False]
+    assert "layer 0: quantized after RoPE (no rotation)" in cache.summary()
 
 
 def test_a_wrong_rotation_would_be_seen(monkeypatch) -> None:

@@ -63,6 +63,27 @@ def test_memory_figures_in_the_text() -> None:
     assert f"gives {found[3]} at 2,000" in text
 
 
+def test_figures_of_the_variants() -> None:
+    """README's range and CHANGELOG's single figures of what more bits around k4v4 do."""
+    free = {
+        row["scheme"]: f"{100 * row['free_running']:.0f} %"
+        for row in results("agreement_variants")["averages"]
+        if row["variant"] == "one_shot"
+    }
+    variants = sorted((name for name in free if name != "k4v4"), key=lambda name: float(free[name].split()[0]))
+    text = " ".join(README.split())
+    assert f"it ranges from {free[variants[0]]} to {free[variants[-1]]}" in text
+    changelog = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert (
+        "Groups of 32 ({}), a window of 512 ({}), 8-bit values ({}) and 8-bit keys ({})".format(
+            *(free[name] for name in ("k4v4-group32", "k4v4-window512", "k4v8", "k8v4"))
+        )
+        in changelog
+    )
+    further = {row["preset"]: row["ratio"] for row in results("agreement")["memory"]["presets"] if row["further_steps"]}
+    assert f"{further['k4v4']:.3f} after 64 steps" in text
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_paths_exist(document) -> None:
     text = (ROOT / document).read_text()
