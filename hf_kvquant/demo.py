@@ -63,6 +63,7 @@ class DemoSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        check(bool(self.presets), f"--presets: none named; choose from {', '.join(PRESETS)}")
         for preset in self.presets:
             check(preset in PRESETS, f"--presets {preset}: unknown; choose from {', '.join(PRESETS)}")
         check(self.dtype in DTYPES, f"--dtype {self.dtype}: unknown; choose from {', '.join(DTYPES)}")

@@ -97,7 +97,12 @@ def test_agreement_writes_the_documented_fields(agreed: tuple[dict[str, Any], st
     }
     assert {row["preset"] for row in report["memory"]["presets"]} == {"none", "k4v4"}
     assert "first_tokens_within_limit" in report["memory"]
-    assert "NOT REACHED" in markdown or "PASS" in markdown
+    assert report["targets"]
+    for each in report["targets"]:
+        row = next(line for line in markdown.splitlines() if line.startswith(f"| {each['what']} |"))
+        bound = float(each["limit"].split()[-1])
+        reached = each["value"] >= bound if each["limit"].startswith(">=") else each["value"] <= bound
+        assert row.endswith(f"| {'PASS' if reached else 'NOT REACHED'} |")
 
 
 def test_a_lossless_cache_agrees_completely(agreed: tuple[dict[str, Any], str]) -> None:

@@ -50,6 +50,7 @@ def test_missing_package_prints_the_line_that_installs_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--presets", ","], "--presets: none named; choose from none, "),
         (["--presets", "int8,k9v9"], "--presets k9v9: unknown; choose from none, "),
         (["--tokens", "50"], "--tokens 50: too few; at least 400"),
         (["--new-tokens", "1"], "--new-tokens 1: too few; at least 10"),
