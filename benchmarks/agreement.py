@@ -38,8 +38,8 @@ from benchmarks.common import (
 )
 from benchmarks.footprint import RATIO_LIMIT, RATIO_TOKENS, footprint_lines, measure_footprint
 from hf_kvquant import PRESETS
-from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.models import load_model
+from hf_kvquant.presets import UNATTACHED_PRESETS
 
 DATA = Path(__file__).parents[1] / "eval" / "data"
 PASSAGES = (

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_
 
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant._compat import cache_argument
-from hf_kvquant.config import UNATTACHED_PRESETS
+from hf_kvquant.presets import UNATTACHED_PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common import append, markdown_table, random_states
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache
-from hf_kvquant.config import DEFAULT_PRESET
+from hf_kvquant.presets import DEFAULT_PRESET
 
 RATIO_LIMIT, RATIO_TOKENS = 0.31, 2000
 LENGTHS = (500, 1000, 1500, RATIO_TOKENS, 3000, 4000, 8000)

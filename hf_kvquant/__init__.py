@@ -2,8 +2,11 @@
 
 from hf_kvquant.attach import AttachHandle, attach
 from hf_kvquant.cache import QuantizedKVCache
-from hf_kvquant.config import PRESETS, KVQuantConfig, Preset, TensorSpec
+from hf_kvquant.calibration import calibrated_fp8
+from hf_kvquant.config import KVQuantConfig, LayerOverride
 from hf_kvquant.memory import LayerMemory, MemoryReport
+from hf_kvquant.presets import PRESETS, Preset
+from hf_kvquant.spec import TensorSpec
 
 __version__ = "0.1.0"
 __all__ = [
@@ -11,10 +14,12 @@ __all__ = [
     "AttachHandle",
     "KVQuantConfig",
     "LayerMemory",
+    "LayerOverride",
     "MemoryReport",
     "Preset",
     "QuantizedKVCache",
     "TensorSpec",
     "__version__",
     "attach",
+    "calibrated_fp8",
 ]

@@ -6,6 +6,7 @@ the rules that transformers keeps in private helpers, and the same from 5.17 (ou
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,14 @@ def cache_argument(function: Callable[..., Any]) -> str:
     """Name under which ``function`` (a forward or generate) takes the cache: "cache" from 5.24, else
     "past_key_values"."""
     return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+
+
+def with_attention(config: Any, name: str) -> Any:
+    """A shallow copy of ``config`` that names another attention function; the public setter would also rename it in
+    the sub-configurations, which the copy shares."""
+    config = copy.copy(config)
+    config._attn_implementation_internal = name
+    return config
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -70,4 +79,5 @@ __all__ = [
     "map_tensors",
     "move_layer",
     "native_layers",
+    "with_attention",
 ]

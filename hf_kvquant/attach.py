@@ -11,6 +11,7 @@ A module counts as attention if it has a ``layer_idx``, takes a cache, and holds
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from transformers import EncoderDecoderCache
 
 from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.probing import probe
+from hf_kvquant.queries import read_queries
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryLayout
 
 _DROPS_CACHE = ("phi3", "phimoe")
@@ -44,15 +46,16 @@ class _CaptureHook:
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         name = next((name for name in _CACHE_NAMES if arguments.get(name) is not None), None)
         cache = None if name is None else _quantized(arguments[name])
-        if name is None or cache is None or not cache.quantization.pre_rope:
+        if name is None or cache is None or not cache.wants_attention:
             self._warn_if_dropped(module, arguments)
             return
         if self.layout is None and self.reason is None:
             self._probe(module, arguments, name)
+        queries = functools.partial(read_queries, module, arguments, name)
         if self.layout is None:
-            cache.pending = Pending(None, self.reason or "")
+            cache.pending = Pending(None, self.reason or "", queries)
         else:
-            cache.pending = Pending.of(self.layout, arguments["position_embeddings"])
+            cache.pending = Pending.of(self.layout, arguments["position_embeddings"], queries)
         self._remember(module, cache)
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:

@@ -15,10 +15,12 @@ import torch
 from transformers import Cache, PreTrainedConfig
 
 from hf_kvquant import _compat, padding, serialization
-from hf_kvquant.config import KVQuantConfig, TensorSpec, resolve
+from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensors_in
+from hf_kvquant.presets import ATTACHED_DEFAULT, DEFAULT_PRESET, resolve
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
+from hf_kvquant.spec import TensorSpec, invalid
 
 
 class QuantizedKVCache(Cache):
@@ -30,7 +32,8 @@ class QuantizedKVCache(Cache):
 
     Args:
         config: the model's configuration (``model.config``).
-        quantization: a preset name (``PRESETS``), a :class:`KVQuantConfig`, or None for the default preset.
+        quantization: a preset name (``PRESETS``), a :class:`KVQuantConfig`, or None for the default: preset "cr4" on
+            an attached model, "k4v4" on any other, decided by the first forward.
         offloading: keep layers on the CPU between their turns (needs an accelerator, as in transformers).
         offload_only_non_sliding: with ``offloading``, keep sliding layers on the device.
 
@@ -60,11 +63,16 @@ class QuantizedKVCache(Cache):
                 "offloading=True is not valid: it needs an accelerator to offload from, and none is available"
             )
         self.quantization = resolve(quantization)
+        self.is_default = quantization is None
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.model_facts = serialization.model_facts(config)
+        natives = _compat.native_layers(config)
+        beyond = [index for index in self.quantization.layers if index >= len(natives)]
+        if beyond:
+            raise invalid("layers", beyond[0], f"the model has layers 0 to {len(natives) - 1}")
         layers: list[Any] = [
-            QuantizedLayer(self.quantization, index) if _compat.is_full_attention(native) else native
-            for index, native in enumerate(_compat.native_layers(config))
+            QuantizedLayer(self.quantization.for_layer(index), index) if _compat.is_full_attention(native) else native
+            for index, native in enumerate(natives)
         ]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.padding_source = "none reported"
@@ -98,11 +106,12 @@ class QuantizedKVCache(Cache):
             layer.expand_rows(key_states.shape[0])
         if isinstance(layer, QuantizedLayer) and layer.awaits_padding:
             self._learn_padding(layer, key_states, kwargs)
-        if self.quantization.pre_rope:
-            pending, self.pending = self.pending, None
-            if isinstance(layer, QuantizedLayer):
-                layer.check(key_states, value_states)
-                self._capture_rotation(layer, pending, key_states.shape[2])
+        pending, self.pending = self.pending, None
+        if self.is_default and isinstance(layer, QuantizedLayer) and not layer.length:
+            self._choose_default(pending is not None)
+        if self.quantization.needs_attach and isinstance(layer, QuantizedLayer):
+            layer.check(key_states, value_states)
+            self._capture_rotation(layer, pending, key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
@@ -135,17 +144,36 @@ class QuantizedKVCache(Cache):
             layer.set_padding(counts)
             self.padding_source = "position_ids"
 
-    def _capture_rotation(self, layer: QuantizedLayer, pending: Pending | None, new_tokens: int) -> None:
-        """Keep the tables that rotated the new tokens: by the first layer of a group in a forward, for all of them."""
+    @property
+    def wants_attention(self) -> bool:
+        """Whether the hooks of an attached model have to show this cache the attention calls."""
+        return self.is_default or self.quantization.needs_attach
+
+    def _choose_default(self, attached: bool) -> None:
+        """At the first tokens of a sequence: the default preset of an attached model, or of any other."""
+        if any(isinstance(layer, QuantizedLayer) and layer.length for layer in self.layers):
+            return
+        chosen = resolve(ATTACHED_DEFAULT if attached else None)
+        if chosen != self.quantization:
+            self.quantization = chosen
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, QuantizedLayer):
+                    layer.reconfigure(chosen.for_layer(index))
+
+    def _capture_rotation(self, layer: QuantizedLayer, pending: Pending | None, key_states: torch.Tensor) -> None:
+        """Keep the tables that rotated the new tokens, by the first layer of a group in a forward for all of them, and
+        what the layer needs of the queries."""
         if pending is None:
             raise ValueError(
-                f"layer {layer.layer_idx}: the configuration stores keys before RoPE (pre_rope=True), but the model is "
-                "not attached; write `with attach(model): model.generate(...)`, or choose pre_rope=False"
+                f"layer {layer.layer_idx}: the configuration needs the rotation of the keys (pre_rope=True or "
+                "center='rope'), but the model is not attached; write `with attach(model): model.generate(...)`, or "
+                "choose pre_rope=False and center='plain'"
             )
         if not layer.length:
             self._warn_once(layer, pending)
-            joined = None if pending.layout is None else self.rotary.join(pending, new_tokens)
+            joined = None if pending.layout is None else self.rotary.join(pending, key_states.shape[2])
             layer.set_rotary(joined, pending.reason)
+        layer.note_queries(pending.queries, key_states)
         if layer.rotary is not None and layer.rotary.table.length == layer.length:
             assert pending.cos is not None
             assert pending.sin is not None
@@ -246,7 +274,7 @@ class QuantizedKVCache(Cache):
     def summary(self) -> str:
         """What is applied to which layer, and why not where not; one line per run of equal layers."""
         size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
-        lines = [f"{type(self).__name__}: {size}; left padding: {self._padding_text()}"]
+        lines = [f"{type(self).__name__}: {size}; {self._choice_text()}left padding: {self._padding_text()}"]
         start = 0
         texts = [_layer_text(layer) for layer in self.layers]
         for index, text in enumerate(texts):
@@ -254,6 +282,16 @@ class QuantizedKVCache(Cache):
                 lines.append(f"layers {start}-{index}: {text}" if index > start else f"layer {index}: {text}")
                 start = index + 1
         return "\n".join(lines)
+
+    def _choice_text(self) -> str:
+        """Which default was chosen and why; nothing where the format was asked for."""
+        if not self.is_default:
+            return ""
+        if not self.get_seq_length():
+            return f"default preset, chosen at the first forward: {DEFAULT_PRESET}, or {ATTACHED_DEFAULT} if attached; "
+        attached = self.quantization == resolve(ATTACHED_DEFAULT)
+        name, state = (ATTACHED_DEFAULT, "attached") if attached else (DEFAULT_PRESET, "not attached")
+        return f"default preset {name} (the model is {state}); "
 
     def _padding_text(self) -> str:
         """Where the padding is known from and how much there is: what is taken as padding is not kept."""
@@ -291,19 +329,30 @@ def _tensor_text(spec: TensorSpec) -> str:
     if spec.number_format.lossless:
         return "in full precision"
     unit = "channels" if spec.axis == "token" else "tokens"
-    kind = " (symmetric)" if spec.symmetric else ""
-    return f"{spec.format} per {spec.axis} over {spec.group_size} {unit}{kind}, {spec.scale_format} scales"
+    over = "the whole head" if spec.group_size is None else f"{spec.group_size} {unit}"
+    kind = " (symmetric)" if spec.symmetric and not spec.number_format.midrise else ""
+    name = spec.format if spec.widths is None else "+".join(f"{n}x{bits}" for bits, n in spec.widths) + " bits"
+    steps = [f"{spec.center} centre"] if spec.center else []
+    steps += ["hadamard"] if spec.rotation else []
+    steps += ["channel deviations"] if spec.normalize else []
+    prefix = f"{', '.join(steps)}, " if steps else ""
+    return f"{prefix}{name} per {spec.axis} over {over}{kind}, {spec.scale_format} scales"
 
 
 def _rotation_text(layer: QuantizedLayer) -> str:
+    """Where the blocks stand to RoPE, what is known of it, and which statistics lack queries."""
+    config = layer.config
+    if not config.pre_rope and config.key.center != "rope":
+        return "after RoPE"
+    place = "before RoPE" if config.pre_rope else "after RoPE"
     if layer.rotary is not None:
         layout = layer.rotary.layout
-        return f"before RoPE ({layout.pairs} {layout.pairing} pairs at channel {layout.offset} of the {layout.slot}s)"
-    if not layer.config.pre_rope:
-        return "after RoPE"
-    if not layer.length:
-        return "before RoPE (layout not seen yet)"
-    return f"after RoPE ({layer.rotary_reason})"
+        text = f"{place} ({layout.pairs} {layout.pairing} pairs at channel {layout.offset} of the {layout.slot}s)"
+    elif not layer.length:
+        text = f"{place} (layout not seen yet)"
+    else:
+        text = f"after RoPE ({layer.rotary_reason})"
+    return text + (f", statistics without queries ({layer.queries_reason})" if layer.queries_reason else "")
 
 
 def _layer_text(layer: Any) -> str:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from hf_kvquant import __version__
-from hf_kvquant.config import PRESETS
 from hf_kvquant.demo import DTYPES, DemoError, DemoSettings, format_table, run
 from hf_kvquant.models import SMOLLM2, MissingPackageError
+from hf_kvquant.presets import PRESETS
 
 LEGEND = """\
 cache bytes: all that a cache holds after the answer; ratio: to DynamicCache; s/token: median of the decoding steps.

@@ -23,8 +23,8 @@ from transformers.utils import logging
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.attach import attach
 from hf_kvquant.cache import QuantizedKVCache
-from hf_kvquant.config import PRESETS
 from hf_kvquant.models import load_model, smollm2_dir
+from hf_kvquant.presets import PRESETS
 from hf_kvquant.prompt import DemoError, Prompt, build_prompt, check, data_path
 
 __all__ = [

@@ -3,7 +3,9 @@
 Decision: a format maps a *unit value* u to a code and back; a group of values x is stored as ``x = u * scale + zero``.
 The quantizer, the storage and the kernels know only two kinds of decoding, never a format's name:
 
-- ``affine``: u is the code itself (asymmetric) or the code minus half the code range (symmetric);
+- ``affine``: u is the code itself (asymmetric), the code minus half the code range (symmetric), or, on a mid-rise
+  grid, ``(code - (2^b - 1) / 2) * step``, with no level at zero and the step that errs least for a normal distribution
+  (Max 1960, "Quantizing for minimum distortion", table II): the scale is then the deviation of the group;
 - ``table``: u is looked up by the code (fp8: the 256 values of the 8-bit float).
 
 ``none`` keeps the tensor as delivered; it makes every cache operation testable bit for bit against ``DynamicCache``.
@@ -26,24 +28,37 @@ class NumberFormat:
         bits: stored bits of one code (0 for ``none``: the delivered dtype is stored).
         kind: "none", "affine" or "table".
         dtype: the 8-bit float behind a table format.
+        step: distance of neighbouring unit values (affine).
+        midrise: levels at odd multiples of half a step.
     """
 
     name: str
     bits: int
     kind: str
     dtype: torch.dtype | None = None
+    step: float = 1.0
+    midrise: bool = False
 
     @property
     def lossless(self) -> bool:
         return self.kind == "none"
 
-    def offset(self, symmetric: bool) -> int:
-        """Code of the unit value 0 under a symmetric range; asymmetric codes start at 0."""
+    @property
+    def only_symmetric(self) -> bool:
+        """Whether the format has no use for a zero point."""
+        return self.kind == "table" or self.midrise
+
+    def offset(self, symmetric: bool) -> float:
+        """Code of the unit value 0 under a symmetric range (a half on a mid-rise grid); asymmetric codes start at 0."""
+        if self.midrise:
+            return (2**self.bits - 1) / 2
         return 2 ** (self.bits - 1) if symmetric and self.kind == "affine" else 0
 
     def unit_limit(self, symmetric: bool) -> float:
         """Largest unit value; scales are (range / unit_limit). Symmetric ranges are restricted to +-(2^(bits-1) -
-        1)."""
+        1); the outer levels of a mid-rise grid stand for half a step more."""
+        if self.midrise:
+            return 2 ** (self.bits - 1) * self.step
         if self.kind == "table":
             assert self.dtype is not None
             return torch.finfo(self.dtype).max
@@ -55,6 +70,10 @@ class NumberFormat:
         if self.kind == "table":
             assert self.dtype is not None
             return units.nan_to_num(0.0).clamp(-limit, limit).to(self.dtype).view(torch.uint8)
+        if self.midrise:
+            half = 2 ** (self.bits - 1)
+            level = (units / self.step - 0.5).round().clamp(-half, half - 1).nan_to_num(0.0)
+            return (level + half).to(torch.uint8)
         low = -limit if symmetric else 0.0
         return (units.round().clamp(low, limit).nan_to_num(0.0) + self.offset(symmetric)).to(torch.uint8)
 
@@ -63,7 +82,12 @@ class NumberFormat:
         if self.kind == "table":
             assert self.dtype is not None
             return codes.view(self.dtype).float()
-        return codes.float() - self.offset(symmetric)
+        units = codes.float() - self.offset(symmetric)
+        return units * self.step if self.midrise else units
+
+
+# Bits -> step of the mid-rise grid of 2^b levels with the least squared error for N(0, 1).
+MIDRISE_STEPS = {1: 1.5956, 2: 0.9954, 3: 0.5862, 4: 0.3351, 8: 0.0310}
 
 
 FORMATS: dict[str, NumberFormat] = {
@@ -76,5 +100,6 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat("int8", 8, "affine"),
         NumberFormat("fp8_e4m3", 8, "table", torch.float8_e4m3fn),
         NumberFormat("fp8_e5m2", 8, "table", torch.float8_e5m2),
+        *(NumberFormat(f"midrise{b}", b, "affine", step=step, midrise=True) for b, step in MIDRISE_STEPS.items()),
     )
 }

@@ -9,7 +9,8 @@ Decisions:
 - The state is a function of the tokens alone: a block closes as soon as a row holds ``residual_length + G`` open
   tokens beyond its sinks, so one prefill, chunks and single steps give the same codes. Blocks are counted from the
   row's own first token, so left-padded rows get the codes that they would get alone; rows of a batch then close at
-  different steps.
+  different steps. Formats with statistics wait for ``calibration_length`` tokens before the first block; their
+  statistics are frozen with it and stay, whatever is cropped later.
 - A closed block is never rewritten. Cropping into one keeps its codes and marks the tail as dropped:
   ``RowState.blocks`` holds the valid tokens of each block. Rejected: dequantizing the rest back into the window,
   which would quantize it a second time later.
@@ -25,6 +26,7 @@ import torch
 
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.exact import tree_mean, tree_sum
 from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.storage import RowState, TensorState, storing
 
@@ -55,9 +57,18 @@ class QuantizedLayer(CacheLayerMixin):
         self.window_start = 0
         self.rows: list[RowState] = []
         self.padding_is_set = False
-        self.key_state = TensorState(self.config.key, tokens_last=True)
-        self.value_state = TensorState(self.config.value, tokens_last=False)
+        self.key_state = TensorState(self.config.key, tokens_last=True, stores_raw=self.config.pre_rope)
+        self.value_state = TensorState(self.config.value, tokens_last=False, stores_raw=self.config.pre_rope)
         self.rotary_reason = ""
+        self.energies: torch.Tensor | None = None  # [B, K, T, D] of the first tokens, until all rows are calibrated
+        self.queries_reason: str | None = None  # why the statistics are without queries
+
+    def reconfigure(self, config: KVQuantConfig) -> None:
+        """Before the first token: another format; what is known of the padding stays."""
+        rows, fixed = self.rows, self.padding_is_set
+        self.config, self.block_length = config, config.block_length
+        self.reset()
+        self.rows, self.padding_is_set = rows, fixed
 
     @storing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -184,6 +195,8 @@ class QuantizedLayer(CacheLayerMixin):
             if count <= 0:
                 continue
             start = row.first_open(config.sink_length) - self.window_start
+            if config.needed_tokens and not row.calibrated:
+                self._calibrate(sources, rows, start)
             for state, source in zip(states, sources, strict=True):
                 if not row.blocks and config.sink_length:
                     state.keep_sinks(source, rows, start - config.sink_length, config.sink_length)
@@ -193,8 +206,25 @@ class QuantizedLayer(CacheLayerMixin):
             for each in self.rows[rows]:
                 each.blocks.extend([self.block_length] * count)
 
+    def _calibrate(self, sources: list[torch.Tensor], rows: slice, start: int) -> None:
+        """Freeze the statistics of ``rows``, whose first open token stands at ``start`` of the sources."""
+        span = slice(start, start + self.config.calibration_length)
+        position, energy = self.window_start + start, None
+        if self.energies is not None:
+            seen = self.energies[rows, :, position : position + self.config.calibration_length]
+            finite = seen.isfinite().all(-1, keepdim=True)
+            energy = tree_sum(torch.where(finite, seen, 0.0), 2).squeeze(2) / finite.sum(2).clamp_min(1)
+        self.key_state.calibrate(sources[0][rows, :, span], rows, position, energy)
+        self.value_state.calibrate(sources[1][rows, :, span], rows, position, None)
+        for row in self.rows[rows]:
+            row.calibrated = True
+        if all(row.calibrated for row in self.rows):
+            self.energies = None
+
     def _closable(self, row: RowState) -> int:
         open_tokens = self.length - row.first_open(self.config.sink_length)
+        if not row.blocks and open_tokens < self.config.needed_tokens:
+            return 0
         return (open_tokens - self.config.residual_length) // self.block_length
 
     def _next_window_start(self) -> int:
@@ -215,11 +245,39 @@ class QuantizedLayer(CacheLayerMixin):
             state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = rest.clone() if in_place else rest
 
+    # ---------------------------------------------------------------- queries of the first tokens
+
+    @storing
+    def note_queries(self, read: Callable[[int], torch.Tensor | str], key_states: torch.Tensor) -> None:
+        """Before the update with ``key_states [B, K, q, D]``: keep what the statistics need of the queries.
+
+        Args:
+            read: gives the queries ``[B, H, count, D]`` of the first ``count`` new tokens, or why there are none.
+            key_states: the new keys.
+        """
+        config, (_, heads, new_tokens, head_dim) = self.config, key_states.shape
+        calibrated = bool(self.rows) and all(row.calibrated for row in self.rows)
+        if not config.uses_queries or self.queries_reason or calibrated:
+            return
+        end = max((row.padding for row in self.rows), default=0) + config.sink_length + config.calibration_length
+        count = min(end - self.length, new_tokens)
+        if count <= 0:
+            return
+        queries = read(count)
+        if not isinstance(queries, str) and (queries.shape[1] % heads or queries.shape[3] != head_dim):
+            queries = f"queries {tuple(queries.shape)} do not match keys {tuple(key_states.shape)}"
+        if isinstance(queries, str):
+            self.queries_reason, self.energies = queries, None
+            return
+        energy = tree_mean(queries.float().unflatten(1, (heads, -1)).square(), 2).squeeze(2)
+        self.energies = energy if self.energies is None else torch.cat([self.energies, energy], 2)
+
     # ---------------------------------------------------------------- rotation
 
     @property
     def rotary(self) -> LayerRotary | None:
-        """The rotation undone in closed blocks: of the keys, or of the values where the model keeps it there (MLA)."""
+        """The rotation this layer is known to apply: to the keys, or to the values where the model keeps it there
+        (MLA)."""
         return self.key_state.rotary or self.value_state.rotary
 
     def set_rotary(self, rotary: LayerRotary | None, reason: str = "") -> None:
@@ -263,6 +321,7 @@ class QuantizedLayer(CacheLayerMixin):
             self.reset()
             return
         old_start, self.length = self.window_start, self.length - removed
+        self.energies = None if self.energies is None else self.energies[:, :, : self.length]
         for row in self.rows:
             excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
             while excess > 0 and row.blocks:
@@ -342,6 +401,9 @@ class QuantizedLayer(CacheLayerMixin):
                 "cache, or change its batch with batch_select_indices or batch_repeat_interleave"
             )
         for name, state, tensor in pairs:
+            scales = len(state.spec.static_scales)
+            if scales > 1 and scales != tensor.shape[1]:
+                raise self._refusal(f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales")
             if state.window is not None:
                 self._check_against(name, state.window, tensor)
 
@@ -366,3 +428,4 @@ class QuantizedLayer(CacheLayerMixin):
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.key_state.apply(function)
         self.value_state.apply(function)
+        self.energies = None if self.energies is None else function(self.energies)

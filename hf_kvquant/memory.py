@@ -24,6 +24,7 @@ class LayerMemory:
 
     Attributes:
         codes, scales, zeros: closed blocks in use (``scales`` include the block exponents).
+        tables: statistics per row, head and channel, and what is kept for them until they are frozen.
         window, sinks: tokens in full precision.
         unused: capacity not filled, and slots of closed blocks dropped by ``crop``.
         other: native layers (sliding, linear, ...), as transformers holds them.
@@ -36,6 +37,7 @@ class LayerMemory:
     codes: int = 0
     scales: int = 0
     zeros: int = 0
+    tables: int = 0
     window: int = 0
     sinks: int = 0
     unused: int = 0
@@ -46,7 +48,8 @@ class LayerMemory:
 
     @property
     def total(self) -> int:
-        return self.codes + self.scales + self.zeros + self.window + self.sinks + self.unused + self.other
+        parts = (self.codes, self.scales, self.zeros, self.tables, self.window, self.sinks, self.unused, self.other)
+        return sum(parts)
 
     def __add__(self, other: LayerMemory) -> LayerMemory:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -88,14 +91,14 @@ class MemoryReport:
 
     @property
     def packed_bits_per_element(self) -> float:
-        """Bits of codes, scales and zero points per element in closed blocks: without window and sinks; 0.0 where
-        none is closed."""
+        """Bits of codes, scales and zero points per element in closed blocks: without window, sinks and the tables
+        of a row, which do not grow with its tokens; 0.0 where none is closed."""
         whole = self.sum
         return 8 * (whole.codes + whole.scales + whole.zeros) / whole.packed_elements if whole.packed_elements else 0.0
 
     def __str__(self) -> str:
         whole = self.sum
-        names = ("codes", "scales", "zeros", "window", "sinks", "unused", "other")
+        names = ("codes", "scales", "zeros", "tables", "window", "sinks", "unused", "other")
         parts = {name: getattr(whole, name) for name in names} | {"rotary": self.rotary}
         lines = [f"{name:<8} {nbytes:>14,} bytes" for name, nbytes in parts.items()]
         full = f"{self.ratio:.3f} of full precision ({whole.full_precision:,} bytes)"
@@ -111,7 +114,8 @@ def layer_memory(layer: Any) -> LayerMemory:
     if not isinstance(layer, QuantizedLayer):
         nbytes = storage_nbytes(tensors_in(vars(layer)))
         return LayerMemory(other=nbytes, full_precision=nbytes)
-    return sum((_tensor_memory(layer, state) for state in (layer.key_state, layer.value_state)), LayerMemory())
+    states = sum((_tensor_memory(layer, state) for state in (layer.key_state, layer.value_state)), LayerMemory())
+    return states + LayerMemory(tables=storage_nbytes(tensors_in(layer.energies)))
 
 
 def _tensor_memory(layer: QuantizedLayer, state: TensorState) -> LayerMemory:
@@ -125,13 +129,15 @@ def _tensor_memory(layer: QuantizedLayer, state: TensorState) -> LayerMemory:
     window = state.window[:, :, : layer.length - layer.window_start].nbytes
     sinks = 0 if state.sinks is None else state.sinks.nbytes
     total = storage_nbytes(tensors_in([state.packed, state.sinks, state.window]))
-    scales, zeros = used.get("scale", 0) + used.get("exponent", 0), used.get("zero", 0)
+    scales = used.get("scale", 0) + used.get("exponent", 0)
+    zeros = sum(used.get(name, 0) for name in ("zero", "zero_exponent", "zero_range"))
     heads, head_dim = state.window.shape[1], state.window.shape[3]
     elements = len(layer.rows) * heads * layer.length * head_dim
     return LayerMemory(
         codes=codes,
         scales=scales,
         zeros=zeros,
+        tables=storage_nbytes(tensors_in(state.tables)),
         window=window,
         sinks=sinks,
         unused=total - codes - scales - zeros - window - sinks,

@@ -143,19 +143,32 @@ class LayerRotary:
 
 @dataclass(frozen=True)
 class Pending:
-    """What a hook saw of the attention call in progress: the layout with the tables of the new tokens, or why there is
-    none. ``source`` identifies the tables: layers of one forward that share it are one group."""
+    """What a hook saw of the attention call in progress.
+
+    Attributes:
+        layout: how the module rotates; None: not at all, or not to be seen, for the reason given.
+        reason: why there is no layout.
+        queries: gives the queries ``[B, H, count, D]`` of the first ``count`` new tokens, or why they are not seen.
+        cos, sin: tables of the new tokens.
+        source: identifies the tables: layers of one forward that share it are one group.
+    """
 
     layout: RotaryLayout | None
     reason: str
+    queries: Callable[[int], torch.Tensor | str]
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     source: int = 0
 
     @classmethod
-    def of(cls, layout: RotaryLayout, position_embeddings: PositionEmbeddings) -> Pending:
+    def of(
+        cls,
+        layout: RotaryLayout,
+        position_embeddings: PositionEmbeddings,
+        queries: Callable[[int], torch.Tensor | str],
+    ) -> Pending:
         first = position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings
-        return cls(layout, "", *layout.tables(position_embeddings), id(first))
+        return cls(layout, "", queries, *layout.tables(position_embeddings), id(first))
 
 
 @dataclass

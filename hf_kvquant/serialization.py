@@ -24,16 +24,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from hf_kvquant.blocks import QuantizedBlocks
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
-from hf_kvquant.quantizer import QuantizedBlocks, quantize
+from hf_kvquant.quantizer import quantize
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
 from hf_kvquant.storage import RowState, TensorState
+from hf_kvquant.transforms import Tables, calibrate
 
 if TYPE_CHECKING:
     from hf_kvquant.cache import QuantizedKVCache
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEADER = "hf_kvquant"
 _MODEL_FIELDS = (
     "model_type",
@@ -154,10 +156,11 @@ def _checked_header(text: str | None, path: str | os.PathLike[str]) -> Json:
         raise _damaged(path, f"the header lacks {sorted(missing)[0]}")
     if not isinstance(header["format_version"], int) or not isinstance(header["model"], dict):
         raise _damaged(path, "format_version must be a number and model a mapping")
-    if header["format_version"] > FORMAT_VERSION:
+    if header["format_version"] != FORMAT_VERSION:
+        newer = header["format_version"] > FORMAT_VERSION
+        cure = "upgrade hf-kvquant" if newer else "save the cache again with this version"
         raise ValueError(
-            f"{path} has format_version={header['format_version']}, this hf_kvquant reads up to {FORMAT_VERSION}; "
-            "upgrade hf-kvquant"
+            f"{path} has format_version={header['format_version']}, this hf_kvquant reads {FORMAT_VERSION}; {cure}"
         )
     return header
 
@@ -180,13 +183,16 @@ def _layer_to_json(layer: Any, prefix: str, tensors: Tensors) -> Json:
         return {"type": type(layer).__name__, "state": state}
     for name, state in _states(layer):
         tensors.update({f"{prefix}.{name}.{key}": value for key, value in _state_tensors(layer, state).items()})
+    if layer.energies is not None:
+        tensors[f"{prefix}.energies"] = layer.energies
     return {
         "type": type(layer).__name__,
         "is_initialized": layer.is_initialized,
         "length": layer.length,
         "window_start": layer.window_start,
         "padding_is_set": layer.padding_is_set,
-        "rows": [[row.padding, row.blocks] for row in layer.rows],
+        "queries_reason": layer.queries_reason,
+        "rows": [[row.padding, row.blocks, row.calibrated] for row in layer.rows],
         "prefix": prefix,
     }
 
@@ -198,17 +204,20 @@ def _layer_from_json(layer: Any, data: Json, tensors: Tensors, device: torch.dev
         for name, value in data["state"].items():
             setattr(layer, name, _from_json(value, tensors, device))
         return
-    for name in ("is_initialized", "length", "window_start", "padding_is_set"):
+    for name in ("is_initialized", "length", "window_start", "padding_is_set", "queries_reason"):
         setattr(layer, name, data[name])
     layer.rotary_reason = data["rotary_reason"]
-    layer.rows = [RowState(padding, blocks) for padding, blocks in data["rows"]]
+    layer.rows = [RowState(padding, blocks, calibrated) for padding, blocks, calibrated in data["rows"]]
     if not layer.is_initialized:
         return
     layer.device = device
+    layer.energies = tensors.get(f"{data['prefix']}.energies")
     for name, state in _states(layer):
         start = f"{data['prefix']}.{name}."
         own = {key[len(start) :]: tensor for key, tensor in tensors.items() if key.startswith(start)}
         state.window, state.sinks = own.pop("window"), own.pop("sinks", None)
+        tables = {key.removeprefix("tables."): own.pop(key) for key in list(own) if key.startswith("tables.")}
+        state.tables = Tables(**tables) if tables else None
         state.packed.held = QuantizedBlocks.from_named(own) if own else None
         _check_state(layer, name, state)
 
@@ -227,6 +236,11 @@ def _check_state(layer: QuantizedLayer, name: str, state: TensorState) -> None:
     if blocks:
         block = window.new_zeros(1, heads, 1, config.block_length, head_dim)
         template = quantize(block, state.spec, state.tokens_last).named()
+        if state.spec.calibrates:
+            tables = calibrate(block[:, :, 0], state.spec, None, None, None).named()
+            expected |= {f"tables.{key}": (batch, *t.shape[1:], t.dtype) for key, t in tables.items()}
+            held = {} if state.tables is None else state.tables.named()
+            found |= {f"tables.{key}": (*t.shape, t.dtype) for key, t in held.items()}
         expected |= {key: (batch, t.shape[1], blocks, *t.shape[3:], t.dtype) for key, t in template.items()}
         held = {} if state.packed.held is None else state.packed.held.named()
         found |= {key: (*t.shape, t.dtype) for key, t in held.items()}
@@ -249,6 +263,8 @@ def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
     named = {"window": state.window[:, :, : layer.length - layer.window_start]}
     if state.sinks is not None:
         named["sinks"] = state.sinks
+    if state.tables is not None:
+        named |= {f"tables.{name}": tensor for name, tensor in state.tables.named().items()}
     blocks = max(len(row.blocks) for row in layer.rows)
     if blocks:
         named |= state.packed.read(slice(None), blocks).named()

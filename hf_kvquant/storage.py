@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from hf_kvquant.config import TensorSpec
-from hf_kvquant.quantizer import CHUNK_ELEMENTS, QuantizedBlocks, dequantize, quantize
+from hf_kvquant.blocks import QuantizedBlocks
+from hf_kvquant.quantizer import CHUNK_ELEMENTS, copy_saturating, dequantize, quantize
 from hf_kvquant.rotary import LayerRotary
-
-Rows = slice | list[int]
+from hf_kvquant.spec import TensorSpec
+from hf_kvquant.transforms import Rows, Step, Tables, calibrate, steps_of
 
 
 def storing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,10 +85,11 @@ class PackedBlocks:
 
 @dataclass
 class RowState:
-    """Padding of a batch row and the valid tokens of each of its closed blocks."""
+    """Padding of a batch row, the valid tokens of each of its closed blocks, and whether its statistics are frozen."""
 
     padding: int = 0
     blocks: list[int] = field(default_factory=list)
+    calibrated: bool = False
 
     def first_open(self, sink_length: int) -> int:
         """Position of the first token that is neither padding, sink nor in a closed block."""
@@ -99,39 +100,74 @@ class RowState:
         return min(length, self.first_open(sink_length) if self.blocks else self.padding)
 
     def copy(self) -> RowState:
-        return RowState(self.padding, list(self.blocks))
+        return RowState(self.padding, list(self.blocks), self.calibrated)
 
 
 @dataclass
 class TensorState:
-    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``. With
-    ``rotary``, blocks hold the tensor before RoPE; sinks and window are always as delivered."""
+    """Keys or values of a layer: ``sinks [B, K, S, D]``, closed blocks, ``window [B, K, capacity, D]``.
+
+    Sinks and window are always as delivered. With ``rotary`` the layer is known to rotate this tensor; with
+    ``stores_raw`` its blocks hold it before RoPE. ``tables`` are the frozen statistics, from the first closed block on.
+    """
 
     spec: TensorSpec
     tokens_last: bool
+    stores_raw: bool = False
     rotary: LayerRotary | None = None
     packed: PackedBlocks = field(default_factory=PackedBlocks)
+    tables: Tables | None = None
     sinks: torch.Tensor | None = None
     window: torch.Tensor | None = None
+
+    @property
+    def unrotated(self) -> LayerRotary | None:
+        """The rotation undone in closed blocks."""
+        return self.rotary if self.stores_raw else None
+
+    def steps(self, rows: Rows) -> list[Step]:
+        """The exact steps between the tensor, before RoPE if it is stored so, and what is quantized."""
+        return steps_of(self.spec, self.tables, None if self.stores_raw else self.rotary, rows)
+
+    def calibrate(self, tokens: torch.Tensor, rows: Rows, position: int, energy: torch.Tensor | None) -> None:
+        """Freeze the statistics of ``rows`` from their first tokens ``[rows, K, n, D]``, the first at ``position``."""
+        if not self.spec.calibrates:
+            return
+        raw = tokens.float().clone()
+        rotary, unrotate = self.rotary, None
+        if self.unrotated is not None:
+            self.unrotated.unrotate_(raw, rows, position)
+        elif rotary is not None and self.spec.center == "rope":
+            unrotate = functools.partial(_unrotate, rotary, rows, position)
+        found = calibrate(raw, self.spec, None if rotary is None else rotary.layout, unrotate, energy)
+        if self.tables is None:
+            assert self.window is not None
+            batch = self.window.shape[0]
+            self.tables = found.map(lambda tensor: tensor.new_zeros(batch, *tensor.shape[1:]))
+        self.tables.write(found, rows)
 
     def close(self, tokens: torch.Tensor, rows: Rows, position: int, first_index: int, length: int, batch: int) -> None:
         """Quantize the blocks of ``length`` tokens in ``tokens [rows, K, n * length, D]`` as blocks ``first_index`` and
         following of ``rows``; ``position`` is that of the first token, ``batch`` the rows of the whole layer."""
         count = tokens.shape[2] // length
         step = max(1, CHUNK_ELEMENTS * count // tokens.numel())
+        importance = None if self.tables is None else self.tables.importance
+        importance = None if importance is None else importance[rows]
         for index in range(0, count, step):
             piece = tokens[:, :, index * length : (index + step) * length]
-            if self.rotary is not None:
-                piece = self._unrotated(piece, rows, position + index * length)
-            blocks = quantize(piece.unflatten(2, (-1, length)), self.spec, self.tokens_last)
+            piece = self._transformed(piece, rows, position + index * length)
+            blocks = quantize(piece.unflatten(2, (-1, length)), self.spec, self.tokens_last, importance)
             self.packed.write(blocks, rows, first_index + index, batch, reserve=first_index + count)
 
-    def _unrotated(self, tokens: torch.Tensor, rows: Rows, position: int) -> torch.Tensor:
-        """fp32 copy before RoPE; a lossless format keeps the delivered dtype."""
-        assert self.rotary is not None
-        raw = tokens.float().clone()
-        self.rotary.unrotate_(raw, rows, position)
-        return raw.to(tokens.dtype) if self.spec.number_format.lossless else raw
+    def _transformed(self, tokens: torch.Tensor, rows: Rows, position: int) -> torch.Tensor:
+        """fp32 copy as it is quantized; a lossless format keeps the delivered dtype."""
+        if self.unrotated is not None:
+            raw = tokens.float().clone()
+            self.unrotated.unrotate_(raw, rows, position)
+            tokens = raw.to(tokens.dtype) if self.spec.number_format.lossless else raw
+        for step in self.steps(rows):
+            tokens = step.apply(tokens.float(), position)
+        return tokens
 
     def keep_sinks(self, source: torch.Tensor, rows: Rows, start: int, count: int) -> None:
         if self.sinks is None:
@@ -139,22 +175,53 @@ class TensorState:
         self.sinks[rows] = source[rows, :, start : start + count]
 
     def read_blocks(self, out: torch.Tensor, rows: slice, valid: list[int], length: int, position: int) -> None:
-        """Dequantize the valid tokens of a row's blocks, the first of them at ``position``, into
-        ``out [B, K, sum(valid), D]``."""
-        blocks = self.packed.read(rows, len(valid))
-        direct = min(valid) == length and (self.rotary is None or out.dtype == torch.float32)
-        dtype = out.dtype if self.rotary is None else torch.float32
-        full = out if direct else out.new_empty(*out.shape[:2], len(valid) * length, out.shape[3], dtype=dtype)
-        dequantize(blocks, self.spec, self.tokens_last, full.unflatten(2, (len(valid), length)))
+        """Read the valid tokens of a row's blocks, the first of them at ``position``, into ``out [B, K, sum(valid),
+        D]``."""
+        blocks, steps = self.packed.read(rows, len(valid)), self.steps(rows)
+        if not steps and self.unrotated is None and min(valid) == length:
+            dequantize(blocks, self.spec, self.tokens_last, out.unflatten(2, (len(valid), length)))
+            return
+        pieces = max(1, CHUNK_ELEMENTS * len(valid) // max(1, out.numel()))
+        for first in range(0, len(valid), pieces):
+            piece = slice(first, first + pieces)
+            tokens = self._restored(
+                blocks.map(lambda tensor, piece=piece: tensor[:, :, piece]), steps, rows, valid[piece], length, position
+            )
+            start = sum(valid[:first])
+            copy_saturating(out[:, :, start : start + tokens.shape[2]], tokens)
+            position += tokens.shape[2]
+
+    def _restored(
+        self, blocks: QuantizedBlocks, steps: list[Step], rows: slice, valid: list[int], length: int, position: int
+    ) -> torch.Tensor:
+        """The valid tokens of a few blocks ``[B, K, sum(valid), D]`` as they were delivered, fp32."""
+        assert self.window is not None
+        batch, heads = blocks.planes[0].shape[:2]
+        lossless = self.spec.number_format.lossless
+        tokens = torch.empty(
+            batch,
+            heads,
+            len(valid) * length,
+            self.window.shape[3],
+            device=self.window.device,
+            dtype=self.window.dtype if lossless and self.unrotated is None else torch.float32,
+        )
+        dequantize(blocks, self.spec, self.tokens_last, tokens.unflatten(2, (len(valid), length)))
         if min(valid) < length:
-            kept = torch.tensor([i * length + j for i, n in enumerate(valid) for j in range(n)], device=out.device)
-            full = full.index_select(2, kept)
-        if self.rotary is not None:
-            self.rotary.rotate_(full, rows, position)
-        if not direct:
-            out.copy_(full)
+            kept = [index * length + token for index, count in enumerate(valid) for token in range(count)]
+            tokens = tokens.index_select(2, torch.tensor(kept, device=tokens.device))
+        for step in reversed(steps):
+            tokens = step.invert(tokens, position)
+        if self.unrotated is not None:
+            self.unrotated.rotate_(tokens, rows, position)
+        return tokens
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.packed.apply(function)
+        self.tables = None if self.tables is None else self.tables.map(function)
         self.sinks = None if self.sinks is None else function(self.sinks)
         self.window = None if self.window is None else function(self.window)
+
+
+def _unrotate(rotary: LayerRotary, rows: Rows, position: int, tokens: torch.Tensor) -> None:
+    rotary.unrotate_(tokens, rows, position)

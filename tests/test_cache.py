@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import tensors_in
+from hf_kvquant.presets import UNATTACHED_PRESETS
 
 UNATTACHED = sorted(UNATTACHED_PRESETS)
 LLAMA = LlamaConfig(

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.presets import PRESETS, UNATTACHED_PRESETS
 from tests import tiny
 from tests.tiny import alike, assert_same_tensors, filled, layer_tensors, relative_error, states
 from tests.tolerances import TOLERANCES
 
 AXES = ("channel", "token", "head", "tensor")
-LAYOUTS = {name: preset.config for name, preset in UNATTACHED_PRESETS.items()} | {
+# At the level of layers a format that needs attach works as for a model without rotation.
+LAYOUTS = {name: preset.config for name, preset in PRESETS.items()} | {
     axis: alike("int4", axis, residual=8, sinks=4) for axis in AXES
 }
 layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
@@ -34,20 +35,23 @@ def row_tensors(layer: QuantizedLayer, row: int) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------- 2: closed blocks stay as they are
 
 
-@pytest.mark.parametrize("preset", UNATTACHED_PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_case_02_many_closings_leave_the_oldest_tokens_alone(preset: str) -> None:
     keys, values = states(1, 1, 2048, 16)
-    layer = filled(UNATTACHED_PRESETS[preset].config, (keys[:, :, :1024], values[:, :, :1024]))
+    config = PRESETS[preset].config
+    layer = filled(config, (keys[:, :, :1024], values[:, :, :1024]))
     closed = len(layer.rows[0].blocks)
     codes = {name: tensor.clone() for name, tensor in layer_tensors(layer).items()}
-    oldest = slice(0, 4 + 64 * closed)
+    oldest = slice(0, config.sink_length + config.block_length * closed)
     errors = [
         relative_error(got[:, :, oldest], x[:, :, oldest])
         for got, x in zip(layer.materialize(), (keys, values), strict=True)
     ]
     for step in range(1024, 2048):
         layer.update(keys[:, :, step : step + 1], values[:, :, step : step + 1])
-    assert (closed, len(layer.rows[0].blocks)) == ((1024 - 132) // 64, (2048 - 132) // 64)
+    exact = config.sink_length + config.residual_length
+    counts = [(length - exact) // config.block_length for length in (1024, 2048)]
+    assert [closed, len(layer.rows[0].blocks)] == counts
     assert_same_tensors({name: tensor[:, :, :closed] for name, tensor in layer_tensors(layer).items()}, codes)
     after = [
         relative_error(got[:, :, oldest], x[:, :, oldest])
@@ -112,19 +116,20 @@ def test_case_05_garbage_in_the_padding_is_never_seen(config: KVQuantConfig, sou
     keys, values = states(3, 2, total, 40)
     for row, pad in enumerate(pads):
         keys[row, :, :pad], values[row, :, :pad] = 1e4, -1e4
+    queries = states(3, 4, total, 40, seed=9)[0]
     cache = QuantizedKVCache(tiny.load("llama").config, config)
     if source == "set_padding":
         cache.set_padding(torch.tensor([[int(t >= pad) for t in range(64)] for pad in pads]))
-    for start, end in ((0, 64), (64, 65), (65, 200), (200, total)):
-        ids = torch.stack([torch.arange(start - pad, end - pad).clamp(min=0) for pad in pads])
-        given = {"kwargs": {"position_ids": ids}} if source == "position_ids" else {}
-        cache.update(keys[:, :, start:end], values[:, :, start:end], 0, **given)
+    given: dict[str, Any] = {} if source == "position_ids" else {"kwargs": {}}
+    tiny.feed(cache, (keys, values, queries), (64, 65, 200), pads, **given)
     layer: Any = cache.layers[0]
     for row, pad in enumerate(pads):
-        alone = filled(config, (keys[row : row + 1, :, pad:], values[row : row + 1, :, pad:]))
+        own = [tensor[row : row + 1, :, pad:] for tensor in (keys, values, queries)]
+        alone = QuantizedKVCache(tiny.load("llama").config, config)
+        tiny.feed(alone, own)
         assert layer.rows[row].blocks
-        assert_same_tensors(row_tensors(layer, row), row_tensors(alone, 0))
-        for got, right in zip(layer.materialize(), alone.materialize(), strict=True):
+        assert_same_tensors(row_tensors(layer, row), row_tensors(alone.layers[0], 0))
+        for got, right in zip(layer.materialize(), alone.layers[0].materialize(), strict=True):
             assert torch.equal(got[row, :, pad:], right[0])
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.presets import UNATTACHED_PRESETS
 from tests import tiny
 from tests.tiny import assert_same_tensors, layer_tensors
 

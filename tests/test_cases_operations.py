@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache
-from hf_kvquant.config import UNATTACHED_PRESETS
+from hf_kvquant.presets import UNATTACHED_PRESETS
 from tests import tiny
 from tests.tiny import assert_same_tensors, layer_tensors, states
 

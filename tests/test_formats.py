@@ -1,13 +1,16 @@
 """Number formats against hand-written tables and bit-level definitions."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from scipy import optimize, stats
 
 from hf_kvquant.formats import FORMATS
 
-AFFINE = [fmt for fmt in FORMATS.values() if fmt.kind == "affine"]
+AFFINE = [fmt for fmt in FORMATS.values() if fmt.kind == "affine" and not fmt.midrise]
+MIDRISE = [fmt for fmt in FORMATS.values() if fmt.midrise]
 TABLES = [fmt for fmt in FORMATS.values() if fmt.kind == "table"]
 # name -> (bits, unit values of the codes in order), symmetric; the restricted range leaves the lowest code unused.
 SYMMETRIC_UNITS = {
@@ -39,7 +42,9 @@ def all_codes(bits: int) -> torch.Tensor:
 
 def test_registry_names_and_bits() -> None:
     bits = {name: fmt.bits for name, fmt in FORMATS.items()}
-    assert bits == {"none": 0, "int2": 2, "int3": 3, "int4": 4, "int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8}
+    integers = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+    midrise = {"midrise1": 1, "midrise2": 2, "midrise3": 3, "midrise4": 4, "midrise8": 8}
+    assert bits == {"none": 0, "fp8_e4m3": 8, "fp8_e5m2": 8} | integers | midrise
 
 
 @pytest.mark.parametrize("fmt", AFFINE, ids=lambda f: f.name)
@@ -90,3 +95,52 @@ def test_float8_saturation_and_nan(fmt) -> None:
     limit = fmt.unit_limit(True)
     got = fmt.decode(fmt.encode(torch.tensor([1e9, -1e9, math.nan])))
     assert got.tolist() == [limit, -limit, 0.0]
+
+
+# name -> unit values of the codes in order: odd multiples of half a step, the step of Max 1960, table II.
+MIDRISE_UNITS = {
+    "midrise1": [-0.7978, 0.7978],
+    "midrise2": [-1.4931, -0.4977, 0.4977, 1.4931],
+    "midrise3": [-2.0517, -1.4655, -0.8793, -0.2931, 0.2931, 0.8793, 1.4655, 2.0517],
+    "midrise4": [step * 0.16755 for step in range(-15, 16, 2)],
+    "midrise8": [step * 0.0155 for step in range(-255, 256, 2)],
+}
+
+
+@pytest.mark.parametrize("fmt", MIDRISE, ids=lambda f: f.name)
+def test_midrise_table_and_inverse(fmt) -> None:
+    units = fmt.decode(all_codes(fmt.bits))
+    assert units.tolist() == pytest.approx(MIDRISE_UNITS[fmt.name], rel=1e-6)
+    assert torch.equal(fmt.encode(units), all_codes(fmt.bits))
+    assert torch.equal(units, -units.flip(0))
+
+
+@pytest.mark.parametrize("fmt", MIDRISE, ids=lambda f: f.name)
+def test_midrise_rounds_to_nearest_and_saturates(fmt) -> None:
+    units = fmt.decode(all_codes(fmt.bits))
+    for share, nearest in ((0.49, units[:-1]), (0.51, units[1:])):
+        assert torch.equal(fmt.decode(fmt.encode(units[:-1] + share * fmt.step)), nearest)
+    ends = fmt.decode(fmt.encode(torch.tensor([1e9, -1e9, math.inf, -math.inf])))
+    assert ends.tolist() == [units[-1], units[0], units[-1], units[0]]
+    assert fmt.unit_limit(True) == pytest.approx(float(units[-1]) + fmt.step / 2)
+
+
+@pytest.mark.parametrize("fmt", MIDRISE, ids=lambda f: f.name)
+def test_midrise_step_errs_least_for_a_normal_distribution(fmt) -> None:
+    """The distortion at the step of the table is within 0.1 % of the best over all steps (integrated by scipy)."""
+    best = optimize.minimize_scalar(lambda step: distortion(step, fmt.bits), bounds=(0.01, 2.0), method="bounded")
+    assert distortion(fmt.step, fmt.bits) <= best.fun * 1.001
+
+
+def distortion(step: float, bits: int) -> float:
+    """Mean squared error of a mid-rise grid for N(0, 1), from the moments of the normal density over each cell."""
+    half = 2 ** (bits - 1)
+    edges = [-math.inf, *(step * level for level in range(1 - half, half)), math.inf]
+    total = 0.0
+    for index, (low, high) in enumerate(itertools.pairwise(edges)):
+        level = step * (index - half + 0.5)
+        mass = stats.norm.cdf(high) - stats.norm.cdf(low)
+        first = stats.norm.pdf(low) - stats.norm.pdf(high)
+        ends = [0.0 if math.isinf(x) else x * stats.norm.pdf(x) for x in (low, high)]
+        total += (mass + ends[0] - ends[1]) - 2 * level * first + level**2 * mass
+    return total

@@ -20,8 +20,8 @@ import torch
 from transformers import Cache
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache
-from hf_kvquant.config import UNATTACHED_PRESETS
 from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.presets import UNATTACHED_PRESETS
 from tests import tiny
 
 MODELS = ("llama", "qwen3", "gemma3")

@@ -103,8 +103,15 @@ def test_a_header_that_is_no_mapping(path, text) -> None:
 
 def test_a_newer_file(path) -> None:
     filled().save(path)
-    rewrite(path, lambda header, _: header.update(format_version=2))
-    with pytest.raises(ValueError, match="has format_version=2, this hf_kvquant reads up to 1; upgrade"):
+    rewrite(path, lambda header, _: header.update(format_version=3))
+    with pytest.raises(ValueError, match="has format_version=3, this hf_kvquant reads 2; upgrade"):
+        QuantizedKVCache.load(path, LLAMA)
+
+
+def test_an_older_file(path) -> None:
+    filled().save(path)
+    rewrite(path, lambda header, _: header.update(format_version=1))
+    with pytest.raises(ValueError, match="has format_version=1, this hf_kvquant reads 2; save the cache again"):
         QuantizedKVCache.load(path, LLAMA)
 
 

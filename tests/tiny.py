@@ -8,6 +8,7 @@ feel a damaged cache; ``test_generate.py`` asserts both.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.rotary import Pending, RotaryLayout
 
 # Forwards of this size are all overhead: one thread is 5 to 20 times faster than two that wait for each other on a
 # busy machine.
@@ -165,11 +167,9 @@ def states(
     return keys.to(dtype), values.to(dtype)
 
 
-def alike(
-    fmt: str, axis: str, group: int = 16, residual: int = 0, sinks: int = 0, scale_format: str = "fp16"
-) -> KVQuantConfig:
+def alike(fmt: str, axis: str, group: int = 16, residual: int = 0, sinks: int = 0, **fields: Any) -> KVQuantConfig:
     """Keys and values stored in the same way."""
-    one = TensorSpec(fmt, axis, group, scale_format=scale_format)
+    one = TensorSpec(fmt, axis, group, **fields)
     return KVQuantConfig(one, one, residual, sinks)
 
 
@@ -202,3 +202,35 @@ def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Te
         torch.testing.assert_close(
             tensor, right[name], rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+HALF = RotaryLayout("key", "half", 8, 0, 1, "single", False)
+
+
+def pending(queries: torch.Tensor, positions: torch.Tensor, layout: RotaryLayout = HALF, source: int = 1) -> Pending:
+    """What a hook would leave of a call with these ``queries [B, H, q, D]`` at these ``positions [B, q]``; layers that
+    are given the same ``source`` share their tables."""
+    frequencies = 10000.0 ** (-torch.arange(layout.pairs) / layout.pairs)
+    angles = positions[..., None] * frequencies
+    return Pending(layout, "", lambda count: queries[:, :, :count], angles.cos(), angles.sin(), source)
+
+
+def feed(
+    cache: QuantizedKVCache,
+    tensors: Sequence[torch.Tensor],
+    cuts: Sequence[int] = (),
+    padding: Sequence[int] | None = None,
+    layout: RotaryLayout = HALF,
+    **given: Any,
+) -> None:
+    """Hand every layer keys, queries and values ``[B, ., T, D]`` as an attached model would, cut into chunks;
+    positions count from the end of each row's ``padding``."""
+    keys, values, queries = tensors
+    counts = torch.tensor(padding or [0] * keys.shape[0])
+    for start, end in itertools.pairwise([0, *cuts, keys.shape[2]]):
+        piece = slice(start, end)
+        positions = (torch.arange(start, end) - counts[:, None]).clamp(min=0)
+        for index in range(len(cache.layers)):
+            cache.pending = pending(queries[:, :, piece], positions, layout, source=1 + start)
+            options = {"kwargs": {"position_ids": positions}} | given
+            cache.update(keys[:, :, piece], values[:, :, piece], index, **options)
