@@ -6,7 +6,8 @@ leaves what it saw on the *cache* of this call (``cache.pending``), never on the
 threads, each with its own cache, and some models update other layer indices than the module's own. With any other
 cache, or none, the hook does nothing.
 
-A module counts as attention if it has a ``layer_idx`` (``layer_id`` in gpt_neo), takes a cache, and holds no other such module.
+A module counts as attention if it has a ``layer_idx`` (gpt_neo: ``layer_id``), takes a cache, and holds no other such
+module.
 """
 
 from __future__ import annotations
