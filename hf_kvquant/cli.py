@@ -98,7 +98,7 @@ def _architectures(arguments: argparse.Namespace) -> int:
     for path in (arguments.output, arguments.json):
         if path is not None:
             check_folder(path)
-    report = make_report([check(name) for name in tqdm(types, unit="type", file=sys.stderr)], arguments.command)
+    report = make_report([check(name) for name in tqdm(types, unit="type", disable=None)], arguments.command)
     print(text_table(report))
     print(f"\n{counts_line(report)}")
     if arguments.output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -28,7 +29,7 @@ EXAMPLES = {
     "hunyuan_v1_dense": ("post-RoPE", "2 of 2 after RoPE", "the rotation fits no known layout"),
     "bart": ("no RoPE", "2 of 2 without rotation", ""),
     "cohere2": ("no RoPE", "1 of 2 native", "only layers that stay native rotate"),
-    "mamba2": ("native", "2 of 2 native LinearAttentionLayer", ""),
+    "ministral": ("native", "2 of 2 native DynamicSlidingWindowLayer", ""),
     "xlnet": ("not supported", "", "its forward takes no transformers Cache"),
     "minimax": ("not supported", "", "fails with DynamicCache as well: ValueError: MiniMax uses cache of its own"),
 }
@@ -84,6 +85,14 @@ def test_a_comparison_that_cannot_fail_is_not_compared(monkeypatch) -> None:
     record = check("llama")
     assert record.verdict == "not supported"
     assert record.reason.startswith("not compared: a spoilt cache moves the logits by only ")
+
+
+def test_a_layer_that_closes_too_few_blocks_is_not_compared(monkeypatch) -> None:
+    window = dataclasses.replace(architectures.LOSSLESS, residual_length=24)
+    monkeypatch.setattr(architectures, "LOSSLESS", window)
+    record = check("llama")
+    assert record.verdict == "not supported"
+    assert record.reason.startswith("not compared: a quantized layer closed only ")
 
 
 def test_check_leaves_the_callers_state_alone() -> None:
@@ -174,13 +183,15 @@ def test_every_row_in_docs_says_enough() -> None:
 # ---- the command
 
 
-def test_command_prints_and_writes(tmp_path, only_llama, capsys) -> None:
+def test_command_prints_and_writes(tmp_path, only_llama, capsys, monkeypatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(cli, "tqdm", lambda types, **_: shown.extend(types) or types)
     paths = tmp_path / "table.md", tmp_path / "table.json"
     arguments = ["architectures", "--types", "llama", "gpt2", "--output", str(paths[0]), "--json", str(paths[1])]
     assert cli.main(arguments) == 0
     output = capsys.readouterr()
     assert output.out.splitlines()[-1].startswith("2 types, 1 within 2e-05 of DynamicCache: 1 pre-RoPE, ")
-    assert "2/2" in output.err
+    assert (shown, output.err) == (["llama", "gpt2"], "")
     report = json.loads(paths[1].read_text())
     assert report["command"] == " ".join(["hf-kvquant", *arguments])
     assert [row["verdict"] for row in report["records"]] == ["pre-RoPE", "not built"]
