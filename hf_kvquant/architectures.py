@@ -104,7 +104,7 @@ def check(model_type: str) -> Record:
             model = build(model_type)
         except Exception as error:  # foreign code: whatever it raises is the finding
             return Record(model_type, class_name, "not built", _text(error))
-        return Record(model_type, class_name, **_findings(model))
+        return Record(model_type, class_name, *_findings(model))
 
 
 @contextlib.contextmanager
@@ -146,19 +146,19 @@ def _vary_constants(model: torch.nn.Module) -> None:
             parameter.add_(torch.rand_like(parameter) - 0.5)
 
 
-def _findings(model: Any) -> dict[str, Any]:
-    """The fields of the record of a model that was built."""
+def _findings(model: Any) -> tuple[Any, ...]:
+    """The fields of a record, from the verdict on, for a model that was built."""
     if not _takes_cache(model):
-        return {"verdict": "not supported", "reason": "its forward takes no transformers Cache"}
+        return "not supported", "its forward takes no transformers Cache"
     try:
         native = DynamicCache(config=model.config)
         expected, next_expected = _logits(model, native), _forward(model, native, *SPOILT_STEP)
     except Exception as error:
-        return {"verdict": "not supported", "reason": f"fails with DynamicCache as well: {_text(error)}"}
+        return "not supported", f"fails with DynamicCache as well: {_text(error)}"
     try:
         return _compared(model, expected, next_expected)
     except Exception as error:
-        return {"verdict": "not supported", "reason": _text(error)}
+        return "not supported", _text(error)
 
 
 def _takes_cache(model: Any) -> bool:
@@ -167,7 +167,7 @@ def _takes_cache(model: Any) -> bool:
     return parameter is not None and "dict" not in str(parameter.annotation)
 
 
-def _compared(model: Any, expected: torch.Tensor, next_expected: torch.Tensor) -> dict[str, Any]:
+def _compared(model: Any, expected: torch.Tensor, next_expected: torch.Tensor) -> tuple[Any, ...]:
     cache = QuantizedKVCache(model.config, LOSSLESS)
     with attach(model):
         difference = _distance(_logits(model, cache), expected)
@@ -181,13 +181,7 @@ def _compared(model: Any, expected: torch.Tensor, next_expected: torch.Tensor) -
         verdict, reason = "not supported", f"not compared: a quantized layer closed only {min(closed)} blocks"
     elif not sensitivity >= BLIND_BELOW:
         verdict, reason = "not supported", f"not compared: a spoilt cache moves the logits by only {sensitivity:.2g}"
-    return {
-        "verdict": verdict,
-        "reason": reason,
-        "layers": layers,
-        "difference": difference,
-        "sensitivity": sensitivity,
-    }
+    return verdict, reason, layers, difference, sensitivity
 
 
 def _forward(model: Any, cache: Cache, start: int, end: int) -> torch.Tensor:
