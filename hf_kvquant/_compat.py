@@ -40,6 +40,15 @@ def with_attention(config: Any, name: str) -> Any:
     return config
 
 
+def config_value(config: PreTrainedConfig, name: str) -> Any:
+    """Field ``name`` of ``config``; None where it has none, or where its layers differ in it (Gemma 4's head_dim): such
+    a field raises a RuntimeError of transformers' own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``function`` applied to the tensors in nested lists, tuples and dicts; everything else unchanged."""
     if isinstance(value, torch.Tensor):
@@ -74,6 +83,7 @@ def move_layer(layer: Any, device: torch.device | str) -> None:
 __all__ = [
     "CacheLayerMixin",
     "cache_argument",
+    "config_value",
     "forget_states",
     "is_full_attention",
     "map_tensors",

@@ -6,7 +6,8 @@ leaves what it saw on the *cache* of this call (``cache.pending``), never on the
 threads, each with its own cache, and some models update other layer indices than the module's own. With any other
 cache, or none, the hook does nothing.
 
-A module counts as attention if it has a ``layer_idx``, takes a cache, and holds no other such module.
+A module counts as attention if it has a ``layer_idx`` (gpt_neo: ``layer_id``), takes a cache, and holds no other such
+module.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ class _CaptureHook:
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("attach: run one forward with the cache before compiling, so that RoPE can be probed")
-        if arguments.get("position_embeddings") is None:
+        embeddings = arguments.get("position_embeddings")
+        if embeddings is None:
             self.reason = _reason_without_tables(module)
+        elif not isinstance(embeddings, torch.Tensor | tuple):
+            self.reason = f"its position embeddings are a {type(embeddings).__name__}, not tables of cos and sin"
         else:
             self.layout, self.reason = probe(module, arguments, cache_name)
 
@@ -94,7 +98,9 @@ def _longrope_boundary(module: torch.nn.Module) -> int:
 
 
 def _reason_without_tables(module: torch.nn.Module) -> str:
-    inside = any("rotary" in type(each).__name__.lower() for each in module.modules())
+    """By the names of submodules (moshi, recurrent_gemma) and of methods (roformer)."""
+    names = (name for each in module.modules() for name in (type(each).__name__, *dir(type(each))))
+    inside = any("rotary" in name.lower() for name in names)
     return "rotates inside the attention module, out of sight" if inside else NO_ROPE
 
 
@@ -105,9 +111,13 @@ def _quantized(cache: Any) -> QuantizedKVCache | None:
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The innermost modules with a ``layer_idx`` that take a cache."""
-    takers = [module for module in model.modules() if hasattr(module, "layer_idx") and _takes_cache(module)]
+    """The innermost modules with a layer index that take a cache."""
+    takers = [module for module in model.modules() if _has_index(module) and _takes_cache(module)]
     return [each for each in takers if not any(other in takers for other in each.modules() if other is not each)]
+
+
+def _has_index(module: torch.nn.Module) -> bool:
+    return hasattr(module, "layer_idx") or hasattr(module, "layer_id")
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:

@@ -6,10 +6,16 @@ Exit codes: 0 done, 1 a package is missing (the line that installs it is printed
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
 
 from hf_kvquant import __version__
+from hf_kvquant.architectures import CensusError, check, choose_types
+from hf_kvquant.census_report import check_folder, counts_line, make_report, markdown, text_table, write
 from hf_kvquant.demo import DTYPES, DemoError, DemoSettings, format_table, run
 from hf_kvquant.models import SMOLLM2, MissingPackageError
 from hf_kvquant.presets import PRESETS
@@ -27,12 +33,13 @@ To read next: `hf-kvquant presets` (when to use which), README.md (measured qual
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    arguments.command = " ".join(["hf-kvquant", *(sys.argv[1:] if argv is None else argv)])
     try:
         return arguments.run(arguments)
     except MissingPackageError as error:
         print(error)
         return 1
-    except DemoError as error:
+    except (DemoError, CensusError) as error:
         print(f"hf-kvquant: {error}", file=sys.stderr)
         return 2
 
@@ -42,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="hide a fact in a text, ask for it, compare caches"))
+    _add_architectures(commands.add_parser("architectures", help="run a tiny model of every type, with this cache"))
     presets = commands.add_parser("presets", help="list the presets and when to use them")
     presets.set_defaults(run=_presets)
     return parser
@@ -60,6 +68,13 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (default: %(default)s)")
 
 
+def _add_architectures(architectures: argparse.ArgumentParser) -> None:
+    architectures.set_defaults(run=_architectures)
+    architectures.add_argument("--types", nargs="+", default=[], metavar="TYPE", help="model types (default: all)")
+    architectures.add_argument("--output", type=Path, metavar="PATH", help="write the table there, as Markdown")
+    architectures.add_argument("--json", type=Path, metavar="PATH", help="write the same there, as JSON")
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     settings = DemoSettings(
         model=arguments.model,
@@ -75,6 +90,21 @@ def _demo(arguments: argparse.Namespace) -> int:
     print(f'and is asked for one sentence that was hidden in them: "{prompt.fact}"\n')
     print(format_table(rows))
     print(f"\n{LEGEND}\n\n{USAGE}")
+    return 0
+
+
+def _architectures(arguments: argparse.Namespace) -> int:
+    types = choose_types(arguments.types)
+    for path in (arguments.output, arguments.json):
+        if path is not None:
+            check_folder(path)
+    report = make_report([check(name) for name in tqdm(types, unit="type", disable=None)], arguments.command)
+    print(text_table(report))
+    print(f"\n{counts_line(report)}")
+    if arguments.output is not None:
+        write(markdown(report), arguments.output)
+    if arguments.json is not None:
+        write(json.dumps(report, indent=1) + "\n", arguments.json)
     return 0
 
 

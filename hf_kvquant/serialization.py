@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from hf_kvquant._compat import config_value
 from hf_kvquant.blocks import QuantizedBlocks
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
@@ -53,7 +54,7 @@ Tensors = dict[str, torch.Tensor]
 def model_facts(config: PreTrainedConfig) -> Json:
     """What must agree between the model that wrote a cache and the one that reads it."""
     decoder = config.get_text_config(decoder=True)
-    facts = {name: getattr(decoder, name, None) for name in _MODEL_FIELDS}
+    facts = {name: config_value(decoder, name) for name in _MODEL_FIELDS}
     return {name: value if isinstance(value, int | str) else None for name, value in facts.items()}
 
 

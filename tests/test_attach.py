@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RoFormerConfig,
+)
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant.attach import attention_modules
@@ -25,6 +34,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     initializer_range=0.2,
 )
+SIZES: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 # Blocks of 8 tokens, so that 40 tokens close several; lossless codes behind a real un-rotation.
 LOSSLESS = KVQuantConfig(TensorSpec("none", group_size=8), TensorSpec("none", group_size=8), 4, 2, pre_rope=True)
 INT4 = KVQuantConfig(TensorSpec(group_size=8), TensorSpec(axis="token"), 4, 2, pre_rope=True)
@@ -201,6 +211,39 @@ def test_bad_models() -> None:
         ValueError, match="model=Linear is not valid: no module in it has a layer_idx and takes a cache"
     ):
         attach(torch.nn.Linear(2, 2))
+
+
+class OddAttention(torch.nn.Module):
+    """An attention module that is handed its position embeddings as a dictionary (deepseek_v4)."""
+
+    layer_idx = 0
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None) -> Any:
+        return past_key_values.update(hidden_states[:, None], hidden_states[:, None], self.layer_idx)
+
+
+def test_position_embeddings_of_an_unknown_form_are_a_reason_not_an_error() -> None:
+    module, cache = OddAttention(), QuantizedKVCache(CONFIG, LOSSLESS)
+    with attach(module), pytest.warns(UserWarning, match="after RoPE"):
+        module(torch.randn(1, 20, 16), position_embeddings={"main": None}, past_key_values=cache)
+    assert "after RoPE (its position embeddings are a dict" in cache.summary()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (RoFormerConfig(vocab_size=90, embedding_size=64, is_decoder=True, **SIZES), "rotates inside"),
+        (GPTNeoConfig(vocab_size=90, hidden_size=64, num_layers=1, num_heads=4, attention_types=[[["global"], 1]]), ""),
+    ],
+)
+def test_modules_without_tables(config, text) -> None:
+    """RoFormer rotates in a method of its attention; GPT-Neo, which does not rotate, names its layers by layer_id."""
+    torch.manual_seed(0)
+    model, cache = AutoModelForCausalLM.from_config(config).eval(), QuantizedKVCache(config, LOSSLESS)
+    with attach(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits(model, cache)
+    assert f"after RoPE ({text or 'no rotation'}" in cache.summary()
 
 
 def test_two_models_of_one_class_with_one_attached() -> None:

@@ -84,6 +84,16 @@ def test_figures_of_the_variants() -> None:
     assert f"{further['k4v4']:.3f} after 64 steps" in text
 
 
+@pytest.mark.parametrize(("document", "start"), [("README.md", "Of the "), ("CHANGELOG.md", "Of ")])
+def test_counts_of_the_census(document, start) -> None:
+    counts = re.search(r"^(\d+) types, (\d+) within .*: (.*)\.$", (ROOT / "docs/architectures.md").read_text(), re.M)
+    assert counts
+    text = " ".join((ROOT / document).read_text().split())
+    sentence = text[text.index(f"{start}{counts[1]} ") :][:400]
+    assert not [count for count in counts[3].split(", ") if count not in sentence]
+    assert document == "README.md" or f"{counts[2]} are within" in sentence
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_paths_exist(document) -> None:
     text = (ROOT / document).read_text()

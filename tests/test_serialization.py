@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
+from transformers import Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, Qwen3NextConfig
 
 from hf_kvquant import QuantizedKVCache, serialization
 from tests.test_cache import LLAMA, UNATTACHED, filled, states
@@ -53,6 +53,15 @@ def test_native_layers_survive(path) -> None:
     again = QuantizedKVCache.load(path, config)
     assert again.get_mask_sizes(1, 0) == cache.get_mask_sizes(1, 0)
     assert torch.equal(again.update(states(1), states(1), 0)[0], cache.update(states(1), states(1), 0)[0])
+
+
+def test_a_configuration_whose_layers_differ_in_head_dim(path) -> None:
+    """Reading head_dim from such a configuration raises an error of transformers' own (Gemma 4)."""
+    config = Gemma4TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    cache = QuantizedKVCache(config)
+    cache.update(states(), states(), 1)
+    cache.save(path)
+    assert QuantizedKVCache.load(path, config).layers[1].get_seq_length() == cache.layers[1].get_seq_length()
 
 
 def test_recurrent_layers_survive(path) -> None:
