@@ -53,12 +53,12 @@ def draw_errors(found: list[dict[str, Any]], path: Path) -> Path:
     """KL, log axis, against true bits: one panel per set; a bar marks the same scheme behind its own window."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(SETS)), SETS, strict=True):
-        for each in found:
-            if each["bits"] and each.get(kind, {}).get("kl", 0) > 0:
-                _mark(axes, each, kind)
+        shown = [each for each in found if each["bits"] and each.get(kind, {}).get("kl", 0) > 0]
+        for rank, each in enumerate(sorted(shown, key=lambda each: (each["window"], each[kind]["kl"]))):
+            _mark(axes, each, kind, left=bool(rank % 2))
         axes.set(yscale="log", xlabel="true bits per element", ylabel="KL, nats per token", title=kind)
         axes.grid(alpha=0.3)
-        axes.margins(x=0.15)
+        axes.margins(x=0.25)
     names = {family(each["scheme"]) for each in found}
     for name in (name for name in FAMILIES if name in names):
         figure.axes[0].scatter([], [], color=FAMILIES[name], label=name)
@@ -68,13 +68,15 @@ def draw_errors(found: list[dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def _mark(axes: Axes, each: dict[str, Any], kind: str) -> None:
+def _mark(axes: Axes, each: dict[str, Any], kind: str, left: bool) -> None:
+    """A point and, without a window, its name: on alternating sides, since neighbours in KL share their bits."""
     place = each["bits"]["true"], each[kind]["kl"]
     color = FAMILIES.get(family(each["scheme"]), FAMILIES["other"])
     axes.scatter(*place, color=color, marker=MARKERS[each["window"]], zorder=3)
     if each["window"] == CLOSED:
         name = each["scheme"].removeprefix("transformers-")
-        axes.annotate(name, place, xytext=(5, 3), textcoords="offset points", fontsize="small")
+        where: dict[str, Any] = {"xytext": (-6 if left else 6, -3), "ha": "right" if left else "left"}
+        axes.annotate(name, place, textcoords="offset points", fontsize="small", **where)
 
 
 def draw_layers(layered: list[dict[str, Any]], path: Path) -> Path:
