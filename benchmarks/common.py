@@ -138,12 +138,14 @@ def forward(model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=True, logits_to_keep=1, **argument).logits[:, -1]
 
 
-def make_parser(name: str, summary: str, schemes: Iterable[str]) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+def make_parser(
+    name: str, summary: str, schemes: Iterable[str], known: Iterable[str] = tuple(SCHEMES)
+) -> argparse.ArgumentParser:
+    """The options that every benchmark has; ``schemes``: what runs by default, ``known``: what may be named."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=summary)
     parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--schemes", nargs="+", default=list(schemes), metavar="NAME", help=", ".join(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", default=list(schemes), metavar="NAME", help=", ".join(known))
     parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", metavar="PATH")
     return parser
 
@@ -155,7 +157,7 @@ def describe_run(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "machine": _machine(),
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{p: package_version(p) for p in PACKAGES}},
         "settings": settings,
     }
 
@@ -181,7 +183,7 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -27,9 +27,10 @@ from transformers.utils import logging
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.attach import attach
 from hf_kvquant.cache import QuantizedKVCache
-from hf_kvquant.config import KVQuantConfig, TensorSpec
+from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.rotary import NO_ROPE
+from hf_kvquant.spec import TensorSpec
 from hf_kvquant.tiny_configs import tiny_config
 
 TOLERANCE = 2e-5

@@ -52,7 +52,7 @@ def build_prompt(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     rng = random.Random(f"demo {seed}")
     thing, code, start, depth = rng.choice(THINGS), f"{rng.randrange(10**7):07d}", rng.random(), rng.uniform(0.1, 0.6)
     fact = f"The secret code of the {thing} is: {code}."
-    before, after = _frame(tokenizer, f"What is the secret code of the {thing}?", f"The secret code of the {thing} is:")
+    before, after = frame(tokenizer, f"What is the secret code of the {thing}?", f"The secret code of the {thing} is:")
     question = tokenizer(after, add_special_tokens=False).input_ids
     words = _words(start)
 
@@ -78,7 +78,7 @@ def _hide(text: str, fact: str, depth: float) -> str:
     return f"{text[:cut]}{fact} {text[cut:]}"
 
 
-def _frame(tokenizer: Any, ask: str, start: str) -> tuple[str, str]:
+def frame(tokenizer: Any, ask: str, start: str) -> tuple[str, str]:
     """What goes before and after the passage: the chat template where there is one, else nothing but the question."""
     if not getattr(tokenizer, "chat_template", None):
         return "", f"\n\n{ask}\n{start}"

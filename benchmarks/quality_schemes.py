@@ -1,0 +1,118 @@
+"""The formats that ``benchmarks.quality`` compares, and the bits that each of them really takes.
+
+To add one: a line in ``CONFIGS``; presets are there by themselves.
+
+Every format of ours runs twice: "closed", without a residual window, so that everything behind the sinks is quantized,
+and "window", as configured. transformers' caches quantize the whole prompt, window included: they run once, "closed".
+
+Bits are counted on caches filled in bfloat16, whatever dtype the quality is measured in: window, sinks and tables of
+cos and sin would weigh double in a float32 run, which nobody deploys. Per key or value element:
+
+- ``blocks``: codes, scales, zero points of closed blocks, over the elements in closed blocks (``memory_report()``);
+- ``true``: the same with all tables that a format keeps per row (means, widths, ...), still without cos and sin;
+- ``with_rotary``: with the tables of cos and sin, which all layers share;
+- ``all``: every byte held, over all elements. For transformers' caches all four are this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from benchmarks.common import QUANTO, SCHEMES, choose_schemes, package_version
+from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.memory import storage_nbytes, tensors_in
+
+CLOSED, WINDOW = "closed", "window"
+
+
+def _config(key: str, value: str, key_axis: str = "channel") -> KVQuantConfig:
+    return KVQuantConfig(TensorSpec(key, key_axis), TensorSpec(value, "token"))
+
+
+CONFIGS: dict[str, KVQuantConfig] = {
+    **{name: preset.config for name, preset in PRESETS.items()},
+    "k3v3": _config("int3", "int3"),
+    "tok4": _config("int4", "int4", "token"),
+    "tok3": _config("int3", "int3", "token"),
+}
+INCUMBENTS = (QUANTO, "transformers-hqq4")
+NAMES = (*CONFIGS, *INCUMBENTS)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme with one window; ``identity`` is everything that its results depend on."""
+
+    scheme: str
+    window: str
+    build: Callable[[Any], Cache]
+    identity: Any
+
+    def key(self, *what: Any) -> str:
+        """Names a result: the same only for the same candidate, sample and run."""
+        text = json.dumps([self.scheme, self.window, self.identity, *what], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def known(name: str) -> list[Candidate]:
+    """A scheme with each window that it runs with, whether or not it runs here."""
+    return _ours(name, CONFIGS[name]) if name in CONFIGS else [_incumbent(name)]
+
+
+def runnable(names: list[str], config: Any) -> tuple[list[Candidate], dict[str, str]]:
+    """What runs here, and for each scheme that does not the reason."""
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"--schemes {unknown[0]}: unknown; choose from {', '.join(NAMES)}")
+    _, skipped = choose_schemes([name for name in names if name in INCUMBENTS], config)
+    return [each for name in names if name not in skipped for each in known(name)], skipped
+
+
+def _ours(name: str, config: KVQuantConfig) -> list[Candidate]:
+    windows = {CLOSED: replace(config, residual_length=0), WINDOW: config}
+    return [
+        Candidate(name, window, lambda model, own=own: QuantizedKVCache(model, own), own.to_dict())
+        for window, own in windows.items()
+    ]
+
+
+def _incumbent(name: str) -> Candidate:
+    scheme = SCHEMES[name]
+    versions = [package_version(package) for package in ("transformers", scheme.package) if package]
+    return Candidate(name, CLOSED, lambda model: scheme.build(model, 0), versions)
+
+
+def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
+    """Bits per element of a filled cache that stands for ``elements`` key and value elements. Where nothing is in
+    closed blocks, every figure is that of all bytes."""
+    names = ("blocks", "true", "with_rotary", "all")
+    if not isinstance(cache, QuantizedKVCache):
+        held = 8 * storage_nbytes(inner_tensors([vars(layer) for layer in cache.layers])) / elements
+        return dict.fromkeys(names, held)
+    report = cache.memory_report()
+    whole = report.sum
+    found: dict[str, Any] = dict.fromkeys(names, report.bits_per_element)
+    if whole.packed_elements:
+        closed = whole.total - whole.window - whole.sinks - whole.unused - whole.other
+        found["blocks"] = report.packed_bits_per_element
+        found["true"] = 8 * closed / whole.packed_elements
+        found["with_rotary"] = 8 * (closed + report.rotary) / whole.packed_elements
+    return found | {"memory": dataclasses.asdict(whole) | {"rotary": report.rotary}}
+
+
+def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every plain tensor in a value; those inside a tensor subclass instead of the subclass itself."""
+    for tensor in tensors_in(value):
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+            yield from inner_tensors([getattr(tensor, name) for name in names])
+        else:
+            yield tensor
