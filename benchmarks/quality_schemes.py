@@ -37,11 +37,26 @@ def _config(key: str, value: str, key_axis: str = "channel") -> KVQuantConfig:
     return KVQuantConfig(TensorSpec(key, key_axis), TensorSpec(value, "token"))
 
 
+def _hadamard(bits: int) -> KVQuantConfig:
+    """Rotated keys and values without a centre, keys as delivered."""
+    spec = TensorSpec(f"midrise{bits}", "token", None, scale_format="log2_8", rotation="hadamard")
+    return KVQuantConfig(spec, spec)
+
+
+def _unattached(preset: str) -> KVQuantConfig:
+    """A recipe of ours with what it can know without attach: the mean of the delivered keys, no queries."""
+    config = PRESETS[preset].config
+    return replace(config, key=replace(config.key, center="plain"))
+
+
 CONFIGS: dict[str, KVQuantConfig] = {
     **{name: preset.config for name, preset in PRESETS.items()},
     "k3v3": _config("int3", "int3"),
     "tok4": _config("int4", "int4", "token"),
     "tok3": _config("int3", "int3", "token"),
+    "had4": _hadamard(4),
+    "had3": _hadamard(3),
+    **{f"{name}-unattached": _unattached(name) for name in ("cr4", "cm3", "cm2")},
 }
 INCUMBENTS = (QUANTO, "transformers-hqq4")
 NAMES = (*CONFIGS, *INCUMBENTS)
