@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant.memory import storage_nbytes, tensors_in
 
 CLOSED, WINDOW = "closed", "window"
+TUNED = Path(__file__).parent / "tuned"  # written by benchmarks.tune
 
 
 def _config(key: str, value: str, key_axis: str = "channel") -> KVQuantConfig:
@@ -57,6 +59,7 @@ CONFIGS: dict[str, KVQuantConfig] = {
     "had4": _hadamard(4),
     "had3": _hadamard(3),
     **{f"{name}-unattached": _unattached(name) for name in ("cr4", "cm3", "cm2")},
+    **{f"{file.stem}-tuned": KVQuantConfig.from_json(file.read_text()) for file in sorted(TUNED.glob("*.json"))},
 }
 INCUMBENTS = (QUANTO, "transformers-hqq4")
 NAMES = (*CONFIGS, *INCUMBENTS)

@@ -7,6 +7,7 @@ from hf_kvquant.config import KVQuantConfig, LayerOverride
 from hf_kvquant.memory import LayerMemory, MemoryReport
 from hf_kvquant.presets import PRESETS, Preset
 from hf_kvquant.spec import TensorSpec
+from hf_kvquant.tune import tuned_widths
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "__version__",
     "attach",
     "calibrated_fp8",
+    "tuned_widths",
 ]

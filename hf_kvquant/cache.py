@@ -333,8 +333,8 @@ def _tensor_text(spec: TensorSpec) -> str:
     kind = " (symmetric)" if spec.symmetric and not spec.number_format.midrise else ""
     name = spec.format if spec.widths is None else "+".join(f"{n}x{bits}" for bits, n in spec.widths) + " bits"
     steps = [f"{spec.center} centre"] if spec.center else []
-    steps += ["hadamard"] if spec.rotation else []
     steps += ["channel deviations"] if spec.normalize else []
+    steps += ["hadamard"] if spec.rotation else []
     prefix = f"{', '.join(steps)}, " if steps else ""
     return f"{prefix}{name} per {spec.axis} over {over}{kind}, {spec.scale_format} scales"
 

@@ -87,7 +87,7 @@ class NumberFormat:
 
 
 # Bits -> step of the mid-rise grid of 2^b levels with the least squared error for N(0, 1).
-MIDRISE_STEPS = {1: 1.5956, 2: 0.9954, 3: 0.5862, 4: 0.3351, 8: 0.0310}
+MIDRISE_STEPS = {1: 1.5956, 2: 0.9954, 3: 0.5862, 4: 0.3351, 5: 0.1881, 6: 0.1040, 8: 0.0310}
 
 
 FORMATS: dict[str, NumberFormat] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-PLANE_WIDTHS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+PLANE_WIDTHS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 # The narrowest plane holds 8 codes in a byte, so every multiple of 8 packs at every width.
 PACK_MULTIPLE = 8

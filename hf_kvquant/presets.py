@@ -8,6 +8,7 @@ and rotated keys where it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.spec import TensorSpec, invalid
@@ -28,9 +29,9 @@ def _per_channel_per_token(
     return KVQuantConfig(key, value, pre_rope=pre_rope)
 
 
-def _rotated(bits: int, center: str | None = None) -> TensorSpec:
+def _rotated(bits: int, **centre: Any) -> TensorSpec:
     """Hadamard rotation, mid-rise grid, one 8-bit logarithmic gain per token and head."""
-    return TensorSpec(f"midrise{bits}", "token", None, scale_format="log2_8", rotation="hadamard", center=center)
+    return TensorSpec(f"midrise{bits}", "token", None, scale_format="log2_8", rotation="hadamard", **centre)
 
 
 def _centred_widths(*widths: tuple[int, int]) -> TensorSpec:
@@ -61,15 +62,15 @@ PRESETS: dict[str, Preset] = {
         _per_channel_per_token("int2", "int2"), "2.5 bits in closed blocks: for comparison only, facts are lost"
     ),
     "cr4": Preset(
-        KVQuantConfig(_rotated(4, center="rope"), _rotated(4)),
+        KVQuantConfig(_rotated(4, center="rope", normalize=True), _rotated(4)),
         "4.1 bits in closed blocks: the default where the model is attached",
     ),
     "cm3": Preset(
-        KVQuantConfig(_centred_widths((8, 4), (4, 32), (2, 16), (0, 12)), _rotated(3)),
+        KVQuantConfig(_centred_widths((6, 12), (4, 12), (3, 16), (2, 12), (0, 12)), _rotated(3)),
         "3.1 bits in closed blocks: retrieval as good as at 4.5 bits; needs attach(model)",
     ),
     "cm2": Preset(
-        KVQuantConfig(_centred_widths((4, 20), (2, 24), (0, 20)), _rotated(2)),
+        KVQuantConfig(_centred_widths((6, 4), (4, 8), (3, 8), (2, 20), (1, 8), (0, 16)), _rotated(2)),
         "2.1 bits in closed blocks: the smallest that still finds facts; needs attach(model)",
     ),
     "k4v4-pre": Preset(
@@ -84,6 +85,16 @@ PRESETS: dict[str, Preset] = {
     "kivi4": Preset(
         replace(_per_channel_per_token("int4", "int4", group_size=32), sink_length=0),
         "5.0 bits in closed blocks: KIVI as published (groups of 32, no sinks), for comparison",
+    ),
+    "kvquant-like": Preset(
+        KVQuantConfig(
+            TensorSpec("int4", "channel", 64, clip="mse"),
+            TensorSpec("int4", "token", 64, clip="mse"),
+            residual_length=0,
+            sink_length=1,
+            pre_rope=True,
+        ),
+        "4.5 bits in closed blocks: KVQuant without its k-means levels and outlier store, for comparison",
     ),
     "kivi2": Preset(
         replace(_per_channel_per_token("int2", "int2", group_size=32), sink_length=0),

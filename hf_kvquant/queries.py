@@ -87,9 +87,10 @@ def read_queries(module: torch.nn.Module, arguments: dict[str, Any], cache_name:
 
 
 def _first_tokens(value: Any, length: int, count: int) -> Any:
-    """The first ``count`` tokens of an argument that holds one entry per token; everything else as it is."""
+    """The first ``count`` tokens of an argument that holds one entry per token; everything else as it is. Contiguous:
+    some models flatten their input by ``view``."""
     if isinstance(value, tuple):
         return tuple(_first_tokens(item, length, count) for item in value)
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
-        return value[:, :count]
+        return value[:, :count].contiguous()
     return value

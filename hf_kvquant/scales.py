@@ -59,7 +59,7 @@ class ScaleFormat:
         assert self.dtype is not None
         if self.steps:
             bounds = _log_levels(self.steps, 0.0 if up else 0.5, scale.device)
-            code = torch.bucketize(scale, bounds).clamp_max(_LOG_HIGH - _LOG_LOW) + _LOG_LOW
+            code = torch.bucketize(scale.contiguous(), bounds).clamp_max(_LOG_HIGH - _LOG_LOW) + _LOG_LOW
             code = torch.where(scale > 0, code, _LOG_ZERO)
             return torch.where(scale.isfinite(), code, _LOG_NAN).to(torch.int8)
         if self.dtype == torch.float32:

@@ -70,8 +70,9 @@ class TensorSpec:
         center: subtract the mean of the first tokens (per row, head and channel) before quantizing. "rope": the mean
             before RoPE, rotated to each position (keys; the model must be attached); "plain": the mean as delivered.
         rotation: "hadamard": rotate the channels of a head by a Hadamard matrix before quantizing.
-        normalize: divide each channel by its deviation over the first tokens. With ``center="rope"`` the search for a
-            token's scale then also weighs channels by what the queries of those tokens look at.
+        normalize: divide each channel by its deviation over the first tokens; in front of a rotation, by the fourth
+            root of (variance / query energy), which makes an error count alike in all channels. With ``center="rope"``
+            the queries of those tokens are looked at.
         widths: ``(bits, channels)`` from the most to the least important channels, for 64 channels and scaled to
             others: static widths per channel on mid-rise grids; 0 bits drops a channel. Implies ``normalize``;
             ``format`` is the widest grid.
@@ -149,8 +150,8 @@ class TensorSpec:
             raise invalid("normalize", self.normalize, "choose True or False")
         if self.widths is not None:
             self._check_widths()
-        if self.normalize and self.rotation:
-            raise invalid("rotation", self.rotation, "it mixes the channels that normalize and widths tell apart")
+        if self.widths and self.rotation:
+            raise invalid("rotation", self.rotation, "it mixes the channels that widths tell apart")
         if self.number_format.lossless and (self.center or self.rotation or self.normalize):
             raise invalid("format", self.format, "center, rotation, normalize and widths need a lossy format")
 
@@ -166,7 +167,7 @@ class TensorSpec:
         if sum(channels for _, channels in widths) != PROFILE_CHANNELS:
             raise invalid("widths", widths, f"the channels must add up to {PROFILE_CHANNELS}")
         if any(bits and f"midrise{bits}" not in FORMATS for bits, _ in widths):
-            raise invalid("widths", widths, "bits must be 0, 1, 2, 3, 4 or 8")
+            raise invalid("widths", widths, "bits must be 0 to 6, or 8")
         if list(widths) != sorted(widths, reverse=True) or f"midrise{widths[0][0]}" != self.format:
             raise invalid("widths", widths, f"they must fall, from the widest, which format={self.format!r} names")
         if self.axis != "token" or self.group_size is not None:

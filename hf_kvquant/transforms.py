@@ -160,10 +160,10 @@ def steps_of(spec: TensorSpec, tables: Tables | None, rotary: LayerRotary | None
     own = Tables() if tables is None else tables.map(lambda tensor: tensor[rows])
     if own.mean is not None:
         steps.append(Centre(own.mean, rotary if spec.center == "rope" else None, rows))
-    if spec.rotation is not None:
-        steps.append(Hadamard())
     if own.deviation is not None:
         steps.append(Channels(own.deviation, own.order))
+    if spec.rotation is not None:
+        steps.append(Hadamard())
     return steps
 
 
@@ -197,6 +197,9 @@ def calibrate(
         variance = _floored(_tied(tree_sum(residual.square(), 2).squeeze(2) / count, layout))
         energy = torch.ones_like(variance) if energy is None else _floored(_tied(energy, layout))
         seen = (energy * variance).sqrt()
+        if spec.rotation is not None:
+            tables.deviation = (variance / energy).sqrt().sqrt()
+            return tables
         tables.deviation = variance.sqrt()
         tables.importance = seen
         if spec.widths is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from scipy import linalg
 
 SINKS, CALIBRATION = 4, 128
-STEPS = {1: 1.5956, 2: 0.9954, 3: 0.5862, 4: 0.3351, 8: 0.0310}
+STEPS = {1: 1.5956, 2: 0.9954, 3: 0.5862, 4: 0.3351, 5: 0.1881, 6: 0.1040, 8: 0.0310}
 GAINS_MIXED = (0.7, 0.8, 0.9, 1.0, 1.12, 1.25, 1.4, 1.6, 2.0)
 GAINS_UNIFORM = (0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2)
 Pairs = list[tuple[int, int]]
@@ -57,6 +57,19 @@ def coded(units: np.ndarray, widths: np.ndarray, gains: tuple[float, ...], impor
     return out
 
 
+def statistics(
+    keys: np.ndarray, queries: np.ndarray | None, angles: np.ndarray, pairs: Pairs
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Residual and centre ``[T, D]``, variance and query energy ``[D]`` of the calibration tokens."""
+    span = slice(SINKS, SINKS + CALIBRATION)
+    mean = turn(keys, angles, pairs, inverse=True)[span].mean(0)
+    centre = turn(np.broadcast_to(mean, keys.shape), angles, pairs)
+    residual = keys - centre
+    variance = tied((residual[span] ** 2).mean(0), pairs)
+    energy = np.ones(keys.shape[1]) if queries is None else tied((queries[:, span] ** 2).mean((0, 1)), pairs)
+    return residual, centre, variance, energy
+
+
 def mixed_keys(
     keys: np.ndarray,
     queries: np.ndarray | None,
@@ -65,12 +78,8 @@ def mixed_keys(
     widths: tuple[tuple[int, int], ...],
 ) -> np.ndarray:
     """Centred keys ``[T, D]`` of static widths; ``queries [R, T, D]`` of the head's group, None: not known."""
-    dim, span = keys.shape[1], slice(SINKS, SINKS + CALIBRATION)
-    mean = turn(keys, angles, pairs, inverse=True)[span].mean(0)
-    centre = turn(np.broadcast_to(mean, keys.shape), angles, pairs)
-    residual = keys - centre
-    variance = tied((residual[span] ** 2).mean(0), pairs)
-    energy = np.ones(dim) if queries is None else tied((queries[:, span] ** 2).mean((0, 1)), pairs)
+    dim = keys.shape[1]
+    residual, centre, variance, energy = statistics(keys, queries, angles, pairs)
     seen = np.sqrt(energy * variance)
     edges = np.round(np.cumsum([0, *(count for _, count in widths)]) * dim / 64 + 1e-9).astype(int)
     per_place = np.concatenate(
@@ -82,19 +91,21 @@ def mixed_keys(
     return keep_sinks(coded(residual / deviation, per_channel, GAINS_MIXED, seen) * deviation + centre, keys)
 
 
-def rotated(x: np.ndarray, bits: int, mean: np.ndarray | float = 0.0) -> np.ndarray:
-    """Values, or keys around ``mean [T, D]``: Hadamard over the largest power of two that divides D, one gain."""
+def rotated(x: np.ndarray, bits: int, mean: np.ndarray | float = 0.0, balance: np.ndarray | float = 1.0) -> np.ndarray:
+    """Values, or keys around ``mean [T, D]`` divided by ``balance [D]``: Hadamard over the largest power of two that
+    divides D, one gain."""
     dim = x.shape[1]
     size = dim & -dim
     matrix = np.asarray(linalg.block_diag(*[linalg.hadamard(size) / np.sqrt(size)] * (dim // size)))
-    units = (x - mean) @ matrix
-    return keep_sinks(coded(units, np.full(dim, bits), GAINS_UNIFORM, np.ones(dim)) @ matrix.T + mean, x)
+    units = (x - mean) / balance @ matrix
+    read = coded(units, np.full(dim, bits), GAINS_UNIFORM, np.ones(dim)) @ matrix.T
+    return keep_sinks(read * balance + mean, x)
 
 
-def rotated_keys(keys: np.ndarray, angles: np.ndarray, pairs: Pairs, bits: int) -> np.ndarray:
-    """Centred and rotated keys ``[T, D]``."""
-    mean = turn(keys, angles, pairs, inverse=True)[SINKS : SINKS + CALIBRATION].mean(0)
-    return rotated(keys, bits, turn(np.broadcast_to(mean, keys.shape), angles, pairs))
+def rotated_keys(keys: np.ndarray, queries: np.ndarray, angles: np.ndarray, pairs: Pairs, bits: int) -> np.ndarray:
+    """Centred, balanced and rotated keys ``[T, D]``."""
+    _, centre, variance, energy = statistics(keys, queries, angles, pairs)
+    return rotated(keys, bits, centre, (variance / energy) ** 0.25)
 
 
 def keep_sinks(read: np.ndarray, exact: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ def all_codes(bits: int) -> torch.Tensor:
 def test_registry_names_and_bits() -> None:
     bits = {name: fmt.bits for name, fmt in FORMATS.items()}
     integers = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
-    midrise = {"midrise1": 1, "midrise2": 2, "midrise3": 3, "midrise4": 4, "midrise8": 8}
+    midrise = {"midrise1": 1, "midrise2": 2, "midrise3": 3, "midrise4": 4, "midrise5": 5, "midrise6": 6, "midrise8": 8}
     assert bits == {"none": 0, "fp8_e4m3": 8, "fp8_e5m2": 8} | integers | midrise
 
 
@@ -103,6 +103,8 @@ MIDRISE_UNITS = {
     "midrise2": [-1.4931, -0.4977, 0.4977, 1.4931],
     "midrise3": [-2.0517, -1.4655, -0.8793, -0.2931, 0.2931, 0.8793, 1.4655, 2.0517],
     "midrise4": [step * 0.16755 for step in range(-15, 16, 2)],
+    "midrise5": [step * 0.09405 for step in range(-31, 32, 2)],
+    "midrise6": [step * 0.052 for step in range(-63, 64, 2)],
     "midrise8": [step * 0.0155 for step in range(-255, 256, 2)],
 }
 

@@ -33,6 +33,7 @@ ORDER = [
     "queries",
     "attach",
     "calibration",
+    "tune",
     "tiny_configs",
     "architectures",
     "census_report",

@@ -21,7 +21,15 @@ from tests.test_formats import distortion
 from tests.tolerances import TOLERANCES
 
 LLAMA = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
-RECIPES = ("cr4", "cm3", "cm2")
+# The presets, and the two profiles that the recipe was first measured with.
+RECIPES = {name: PRESETS[name].config for name in ("cr4", "cm3", "cm2")} | {
+    f"{name} as first measured": replace(
+        PRESETS[name].config, key=replace(PRESETS[name].config.key, format=f"midrise{widths[0][0]}", widths=widths)
+    )
+    for name, widths in (("cm3", CM3), ("cm2", CM2))
+}
+MEASURED = RECIPES["cm2 as first measured"]
+BITS = {"cr4": 4, "cm3": 3, "cm2": 2}
 # name -> head dimension, queries per key head, layout
 SHAPES: dict[str, tuple[int, int, RotaryLayout]] = {
     "64 half": (64, 3, RotaryLayout("key", "half", 32, 0, 1, "single", False)),
@@ -80,8 +88,8 @@ def relative_rms(got: torch.Tensor, expected: np.ndarray) -> float:
 def expected_keys(preset: str, keys: np.ndarray, queries: np.ndarray, layout: RotaryLayout) -> np.ndarray:
     turns, pairs = angles(len(keys), layout).double().numpy(), pairs_of(layout)
     if preset == "cr4":
-        return reference.rotated_keys(keys, turns, pairs, 4)
-    return reference.mixed_keys(keys, queries, turns, pairs, {"cm3": CM3, "cm2": CM2}[preset])
+        return reference.rotated_keys(keys, queries, turns, pairs, 4)
+    return reference.mixed_keys(keys, queries, turns, pairs, RECIPES[preset].key.widths or ())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -91,13 +99,13 @@ def test_cache_equals_the_reference(preset, shape) -> None:
     moves a whole token or channel, and float64 breaks ties otherwise than fp32."""
     dim, ratio, layout = SHAPES[shape]
     given = tensors(dim, ratio)
-    layer = cached(PRESETS[preset].config, given, layout, (50, 51, 140))
+    layer = cached(RECIPES[preset], given, layout, (50, 51, 140))
     closed = 4 + 64 * len(layer.rows[0].blocks)
     assert closed == 260
     keys, values, queries = (
         x.double().numpy()[0] for x in (rotate(given[0], layout), given[1], rotate(given[2], layout))
     )
-    bits = {"cr4": 4, "cm3": 3, "cm2": 2}[preset]
+    bits = BITS[preset[:3]]
     for head in range(2):
         own = queries[head * ratio : (head + 1) * ratio]
         for got, right in (
@@ -112,10 +120,10 @@ def test_cache_equals_the_reference(preset, shape) -> None:
 
 @pytest.mark.parametrize("preset", RECIPES)
 def test_a_wrong_reference_would_be_seen(preset) -> None:
-    """Queries of the other head, or the mean taken after RoPE, are not within the tolerance."""
+    """Queries of the other key head are not within the tolerance."""
     dim, ratio, layout = SHAPES["64 half"]
     given = tensors(dim, ratio)
-    layer = cached(PRESETS[preset].config, given, layout, ())
+    layer = cached(RECIPES[preset], given, layout, ())
     keys, queries = (rotate(x, layout).double().numpy()[0] for x in (given[0], given[2]))
     wrong = (
         expected_keys(preset, keys[0], queries[ratio:], layout) if preset != "cr4" else reference.rotated(keys[0], 4)
@@ -126,7 +134,7 @@ def test_a_wrong_reference_would_be_seen(preset) -> None:
 def test_layers_without_rotation_take_the_plain_mean() -> None:
     keys, values, queries = tensors(64, 3)
     still = RotaryLayout("key", "half", 32, 0, 1, "single", False)
-    cache = QuantizedKVCache(LLAMA, replace(PRESETS["cm2"].config, residual_length=0))
+    cache = QuantizedKVCache(LLAMA, replace(MEASURED, residual_length=0))
     cache.pending = replace(tiny.pending(queries, torch.arange(300)[None], still), layout=None, reason="no rotation")
     cache.update(keys, values, 0)
     got = cache.layers[0].keys[0, 0, :260]
@@ -138,8 +146,8 @@ def test_layers_without_rotation_take_the_plain_mean() -> None:
 
 def test_unattached_form_takes_the_plain_mean_and_no_queries() -> None:
     keys, values, _ = tensors(64, 3)
-    spec = replace(PRESETS["cm2"].config.key, center="plain")
-    cache = QuantizedKVCache(LLAMA, replace(PRESETS["cm2"].config, key=spec, residual_length=0))
+    spec = replace(MEASURED.key, center="plain")
+    cache = QuantizedKVCache(LLAMA, replace(MEASURED, key=spec, residual_length=0))
     cache.update(keys, values, 0)
     right = reference.mixed_keys(keys[0, 0].double().numpy(), None, np.zeros((300, 32)), [], CM2)[:260]
     assert relative_rms(cache.layers[0].keys[0, 0, :260], right) <= TOLERANCES["recipe"]
@@ -149,7 +157,7 @@ def test_unattached_form_takes_the_plain_mean_and_no_queries() -> None:
 def test_queries_that_are_not_seen_are_reported() -> None:
     keys, values, queries = tensors(64, 3)
     layout = SHAPES["64 half"][2]
-    cache = QuantizedKVCache(LLAMA, PRESETS["cm2"].config)
+    cache = QuantizedKVCache(LLAMA, MEASURED)
     for piece in (slice(0, 100), slice(100, 300)):
         seen = tiny.pending(queries, torch.arange(300)[None, piece], layout, source=1 + piece.start)
         cache.pending = (
@@ -210,15 +218,15 @@ def test_a_large_bias_costs_nothing(preset) -> None:
             )
             * norm
         )
-        layer = cached(PRESETS[preset].config, (keys, values, queries), layout, ())
+        layer = cached(RECIPES[preset], (keys, values, queries), layout, ())
         errors.append(float((layer.keys - rotate(keys, layout))[:, :, 4:260].norm()))
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
 def test_widths_scale_to_every_head_dimension() -> None:
     """Average bits stay at the nominal ones within one channel of the widest, and every channel is counted once."""
-    for name, nominal in (("cm2", 2.0), ("cm3", 3.0)):
-        spec = PRESETS[name].config.key
+    for name in ("cm2", "cm3", "cm2 as first measured", "cm3 as first measured"):
+        spec, nominal = RECIPES[name].key, BITS[name[:3]]
         for dim in (16, 40, 64, 80, 96, 112, 128, 192, 256, 512):
             segments = spec.segments(dim)
             assert all(a[2] == b[1] for a, b in itertools.pairwise(segments))
@@ -234,7 +242,7 @@ def test_short_sequences_stay_exact(preset) -> None:
     """Before the calibration tokens are complete nothing closes, window 0 or not."""
     dim, ratio, layout = SHAPES["64 half"]
     given = [x[:, :, :131] for x in tensors(dim, ratio)]
-    layer = cached(PRESETS[preset].config, tuple(given), layout, (130,))
+    layer = cached(RECIPES[preset], tuple(given), layout, (130,))
     assert not layer.rows[0].blocks
     assert torch.equal(layer.keys, rotate(given[0], layout))
 
@@ -243,11 +251,11 @@ def test_short_sequences_stay_exact(preset) -> None:
 def test_true_bits(preset) -> None:
     """Codes and gains of closed blocks at D = 64, and the tables of a row and head: counted to the byte."""
     dim, ratio, layout = SHAPES["64 half"]
-    cache = QuantizedKVCache(LLAMA, replace(PRESETS[preset].config, residual_length=0))
+    cache = QuantizedKVCache(LLAMA, replace(RECIPES[preset], residual_length=0))
     keys, values, queries = tensors(dim, ratio, tokens=260)
     tiny.feed(cache, (rotate(keys, layout), values, rotate(queries, layout)), layout=layout)
     report = cache.memory_report()
-    nominal = {"cr4": 4, "cm3": 3, "cm2": 2}[preset]
+    nominal = BITS[preset[:3]]
     assert report.packed_bits_per_element == nominal + 8 / 64 + 8 / 4096
-    per_channel = 4 if preset == "cr4" else 3 * 4 + 2
+    per_channel = 2 * 4 if preset == "cr4" else 3 * 4 + 2
     assert report.sum.tables == 2 * 64 * per_channel
