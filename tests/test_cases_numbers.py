@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,19 @@ def test_case_06_outlier_channels_leave_attention_alone(bias: torch.Tensor, dtyp
         assert total_variation(default, bias, dtype, seed) <= TOLERANCES["attention_total_variation"]
         bare = KVQuantConfig(default.key, default.value, residual_length=0, sink_length=0)
         assert total_variation(bare, bias, dtype, seed) <= TOLERANCES["attention_total_variation"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_case_06_centred_keys_do_not_see_the_bias(dtype: torch.dtype) -> None:
+    """cr4 meets the limit of 4 bits without window and sinks as well; cm3 and cm2 have fewer bits for keys of a flat
+    spectrum, which suit them least, but the outlier channels cost them nothing."""
+    for preset in ("cr4", "cm3", "cm2"):
+        config = replace(PRESETS[preset].config, residual_length=0, sink_length=0)
+        plain = total_variation(config, torch.zeros(8), dtype, 0)
+        for bias in (torch.full((8,), 300.0), torch.linspace(-300, 300, 8)):
+            seen = total_variation(config, bias, dtype, 0)
+            assert seen == pytest.approx(plain, rel=0.03)
+            assert preset != "cr4" or seen <= TOLERANCES["attention_total_variation"]
 
 
 def test_case_06_keys_per_token_would_fail() -> None:

@@ -221,16 +221,17 @@ def feed(
     cuts: Sequence[int] = (),
     padding: Sequence[int] | None = None,
     layout: RotaryLayout = HALF,
+    start: int = 0,
     **given: Any,
 ) -> None:
     """Hand every layer keys, queries and values ``[B, ., T, D]`` as an attached model would, cut into chunks;
-    positions count from the end of each row's ``padding``."""
+    positions count from the end of each row's ``padding``. The tokens before ``start`` are there already."""
     keys, values, queries = tensors
     counts = torch.tensor(padding or [0] * keys.shape[0])
-    for start, end in itertools.pairwise([0, *cuts, keys.shape[2]]):
-        piece = slice(start, end)
-        positions = (torch.arange(start, end) - counts[:, None]).clamp(min=0)
+    for first, end in itertools.pairwise([start, *cuts, keys.shape[2]]):
+        piece = slice(first, end)
+        positions = (torch.arange(first, end) - counts[:, None]).clamp(min=0)
         for index in range(len(cache.layers)):
-            cache.pending = pending(queries[:, :, piece], positions, layout, source=1 + start)
+            cache.pending = pending(queries[:, :, piece], positions, layout, source=1 + first)
             options = {"kwargs": {"position_ids": positions}} | given
             cache.update(keys[:, :, piece], values[:, :, piece], index, **options)
