@@ -42,3 +42,14 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
         x = torch.stack([first + second, first - second], -2).view(shape)
         half *= 2
     return x / size**0.5
+
+
+_MATRICES: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+    """The normalized Sylvester matrix ``[size, size]``, made once per device; size a power of two."""
+    if (size, device) not in _MATRICES:
+        with torch.inference_mode(False):
+            _MATRICES[size, device] = walsh_hadamard(torch.eye(size, device=device))
+    return _MATRICES[size, device]

@@ -71,11 +71,20 @@ class NumberFormat:
             assert self.dtype is not None
             return units.nan_to_num(0.0).clamp(-limit, limit).to(self.dtype).view(torch.uint8)
         if self.midrise:
-            half = 2 ** (self.bits - 1)
-            level = (units / self.step - 0.5).round().clamp(-half, half - 1).nan_to_num(0.0)
-            return (level + half).to(torch.uint8)
+            return (self._levels(units).nan_to_num_(0.0) + 2 ** (self.bits - 1)).to(torch.uint8)
         low = -limit if symmetric else 0.0
         return (units.round().clamp(low, limit).nan_to_num(0.0) + self.offset(symmetric)).to(torch.uint8)
+
+    def _levels(self, units: torch.Tensor) -> torch.Tensor:
+        """Cells of a mid-rise grid, counted from the middle."""
+        half = 2 ** (self.bits - 1)
+        return (units / self.step).sub_(0.5).round_().clamp_(-half, half - 1)
+
+    def nearest(self, units: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
+        """``decode(encode(units))``; on a mid-rise grid without the way through bytes, and NaN stays NaN."""
+        if self.midrise:
+            return self._levels(units).add_(0.5).mul_(self.step)
+        return self.decode(self.encode(units, symmetric), symmetric)
 
     def decode(self, codes: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
         """uint8 codes (any shape) -> unit values in fp32; exact."""

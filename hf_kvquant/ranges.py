@@ -245,7 +245,7 @@ def _where(condition: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> tor
 
 def _missed(units: torch.Tensor, segments: Segments, symmetric: bool) -> torch.Tensor:
     """Nearest unit value minus unit value; channels without bits read as 0."""
-    missed = -units
+    nearest = torch.zeros_like(units)
     for fmt, channels in segments:
-        missed[..., channels] += fmt.decode(fmt.encode(units[..., channels], symmetric), symmetric)
-    return missed
+        nearest[..., channels] = fmt.nearest(units[..., channels], symmetric)
+    return nearest.sub_(units)

@@ -116,9 +116,12 @@ def test_matches_the_reference(spec, tokens_last, head_dim, seed) -> None:
 @given(specs(plain=True), st.integers(0, 2**31))
 def test_searched_range_errs_no_more_than_the_whole_one(spec, seed) -> None:
     """clip="mse" against "minmax", per group, with the metadata as stored: the whole range is one of its candidates.
-    On a mid-rise grid the candidates are others; there the error is that of the best gain, found by hand."""
+    On a mid-rise grid the candidates are others; there the error is that of the best gain, found by hand, with scales
+    that are not rounded (rounded gains: tests/test_recipe.py)."""
     if spec.number_format.lossless:
         return
+    if spec.number_format.midrise:
+        spec = replace(spec, scale_format="fp32")
     length = 64 if spec.axis == "token" else spec.group_size
     x = torch.randn(1, 2, 1, length, 40, generator=torch.Generator().manual_seed(seed)) ** 3
     searched = (round_trip(x, replace(spec, clip="mse")) - x).double().square().numpy()
@@ -131,18 +134,16 @@ def test_searched_range_errs_no_more_than_the_whole_one(spec, seed) -> None:
 
 
 def _best_gain(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Squared error of every element at the best of the nine gains per group, the gain as coarse as it is stored."""
+    """Squared error of every element at the best of the nine gains per group."""
     half, step = 2 ** (spec.number_format.bits - 1), spec.number_format.step
     error = np.zeros_like(x)
     for index in groups_of(x, spec):
         group, tried = x[index], []
         for multiple in (0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2):
-            gain = np.sqrt((group**2).mean()) * multiple * (1 + SCALE_ROUNDING[spec.scale_format])
+            gain = np.sqrt((group**2).mean()) * multiple
             level = np.clip(np.floor(group / gain / step), -half, half - 1) + 0.5
             tried.append((level * step * gain - group) ** 2)
-        error[index] = tried[int(np.argmin([each.sum() for each in tried]))] * (
-            1 + 4 * SCALE_ROUNDING[spec.scale_format]
-        )
+        error[index] = tried[int(np.argmin([each.sum() for each in tried]))]
     return error
 
 
@@ -283,3 +284,16 @@ def test_sizes_are_the_documented_bits() -> None:
     blocks = quantize(torch.randn(1, 1, 1, 64, 64), TensorSpec("int4"), True)
     bits = {name: 8 * tensor.nbytes / 4096 for name, tensor in blocks.named().items()}
     assert bits == {"planes.0": 4.0, "scale": 0.25, "zero": 0.25, "exponent": 8 / 4096}
+
+
+@pytest.mark.parametrize("fmt", [name for name in LOSSY if FORMATS[name].kind == "table"])
+def test_float8_bits_are_read_as_torch_reads_them(fmt) -> None:
+    """Every finite code, sign of zero included."""
+    form = FORMATS[fmt]
+    codes = torch.arange(256).to(torch.uint8)
+    codes = codes[form.decode(codes).isfinite()]
+    codes = torch.nn.functional.pad(codes, (0, 256 - len(codes)))
+    spec = TensorSpec(fmt, "head", 64, scale_format="static", scale=1.0)
+    out = torch.empty(1, 1, 1, 64, 4)
+    dequantize(QuantizedBlocks((codes.view(1, 1, 1, 64, 4),)), spec, False, out)
+    assert torch.equal(out.view(torch.int32), form.decode(codes.view(1, 1, 1, 64, 4)).view(torch.int32))
