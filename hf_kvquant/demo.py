@@ -56,7 +56,7 @@ class DemoSettings:
 
     model: str | None = None
     tokens: int = 1500
-    presets: tuple[str, ...] = tuple(name for name in PRESETS if name != "none")
+    presets: tuple[str, ...] = ("fp8", "int8", "k4v4", "k4v2", "k2v2", "cr4", "cm3", "cm2")
     dtype: str = "bfloat16"
     new_tokens: int = 16
     seed: int = 0
@@ -155,8 +155,8 @@ def _check_length(model: Any, settings: DemoSettings) -> None:
 
 def _measure(model: Any, tokenizer: Any, prompt: Prompt, scheme: str, new_tokens: int, bar: tqdm) -> Row:
     cache = DynamicCache(config=model.config) if scheme == FULL_PRECISION else QuantizedKVCache(model.config, scheme)
-    before_rope = isinstance(cache, QuantizedKVCache) and cache.quantization.pre_rope
-    with attach(model) if before_rope else contextlib.nullcontext():
+    needs_attach = isinstance(cache, QuantizedKVCache) and cache.quantization.needs_attach
+    with attach(model) if needs_attach else contextlib.nullcontext():
         text, seconds = _ask(model, tokenizer, prompt, cache, new_tokens, bar, scheme)
     nbytes, bits = _size(cache)
     return Row(scheme, _first_sentence(text), prompt.answer in text, nbytes, bits, 1.0, seconds)
