@@ -58,7 +58,7 @@ CONFIGS: dict[str, KVQuantConfig] = {
     "tok3": _config("int3", "int3", "token"),
     "had4": _hadamard(4),
     "had3": _hadamard(3),
-    **{f"{name}-unattached": _unattached(name) for name in ("cr4", "cm3", "cm2")},
+    **{f"{name}-unattached": _unattached(name) for name in ("cr4", "cm4", "cm3", "cm2")},
     **{f"{file.stem}-tuned": KVQuantConfig.from_json(file.read_text()) for file in sorted(TUNED.glob("*.json"))},
 }
 INCUMBENTS = (QUANTO, "transformers-hqq4")

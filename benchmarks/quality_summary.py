@@ -21,8 +21,12 @@ CLAIMS: dict[str, tuple[float, dict[str, str]]] = {
     "cm3": (3.3, {"needle": "k4v4", "copy": "k4v4", "text": "k3v3"}),
     "cm2": (2.3, {"needle": "k3v3", "copy": "k3v3"}),
     "cr4": (4.2, {"needle": "k4v4", "copy": "k4v4", "text": "k4v4"}),
+    "cm4": (4.2, {"needle": "k4v4", "copy": "k4v4", "text": "k4v4"}),
+    "cm4-tuned": (4.2, {"needle": "k4v4", "copy": "k4v4", "text": "k4v4"}),
+    "cm3-tuned": (3.3, {"needle": "k4v4", "copy": "k4v4", "text": "k3v3"}),
+    "cm2-tuned": (2.3, {"needle": "k3v3", "copy": "k3v3"}),
 }
-WINDOW_TEXT_LIMITS = {"cm3": 0.0035, "cm2": 0.012}
+WINDOW_TEXT_LIMITS = {"cm3": 0.0035, "cm2": 0.012, "cm3-tuned": 0.0035, "cm2-tuned": 0.012}
 
 Average = dict[str, Any]
 

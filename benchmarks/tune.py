@@ -17,7 +17,7 @@ from hf_kvquant.models import load_model
 
 FOLDER = Path(__file__).parent / "tuned"
 # name -> average bits of a key channel, preset whose values go with it
-BUDGETS = {"cm4": (4.0, "cr4"), "cm3": (3.0, "cm3"), "cm2": (2.0, "cm2")}
+BUDGETS = {"cm4": (4.0, "cm4"), "cm3": (3.1875, "cm3"), "cm2": (2.21875, "cm2")}
 PROMPTS = 4
 
 

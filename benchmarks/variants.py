@@ -124,9 +124,9 @@ def with_queries(updates: list[Update], change: Queries | None) -> list[Update]:
         assert each.pending is not None
         ask = each.pending.queries
 
-        def queries(count: int) -> torch.Tensor | str:
-            found = ask(count)
-            return found if isinstance(found, str) else change(found, each.keys[:, :, :count])
+        def queries(start: int, stop: int) -> torch.Tensor | str:
+            found = ask(0, stop)
+            return found if isinstance(found, str) else change(found, each.keys[:, :, :stop])[:, :, start:]
 
         return dataclasses.replace(each, pending=dataclasses.replace(each.pending, queries=queries))
 

@@ -1,10 +1,10 @@
 """attach(model): lets the cache see the rotation of the keys it is given.
 
-Decision: one forward pre-hook per attention module and nothing else: no forward is replaced, no module gets a new
-attribute, so accelerate, PEFT, pickling, torch.compile and a second model of the same class go on as before. The hook
-leaves what it saw on the *cache* of this call (``cache.pending``), never on the module: a model may serve several
-threads, each with its own cache, and some models update other layer indices than the module's own. With any other
-cache, or none, the hook does nothing.
+Decision: one forward pre-hook per attention module, one hook that takes back what the cache did not use, and nothing
+else: no forward is replaced, no module gets a new attribute, so accelerate, PEFT, pickling, torch.compile and a
+second model of the same class go on as before. The hook leaves what it saw on the *cache* of this call
+(``cache.pending``), never on the module: a model may serve several threads, each with its own cache, and some models
+update other layer indices than the module's own. With any other cache, or none, the hook does nothing.
 
 A module counts as attention if it has a ``layer_idx`` (gpt_neo: ``layer_id``), takes a cache, and holds no other such
 module.
@@ -58,6 +58,15 @@ class _CaptureHook:
         else:
             cache.pending = Pending.of(self.layout, arguments["position_embeddings"], queries)
         self._remember(module, cache)
+
+    def release(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook: what the cache did not take in the call (cross-attention, shared layers) is not left on it, or
+        it would keep activations alive and travel with every copy of the cache."""
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in _CACHE_NAMES:
+            cache = _quantized(arguments.get(name))
+            if cache is not None:
+                cache.pending = None
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
         if torch.compiler.is_compiling():
@@ -143,8 +152,9 @@ class AttachHandle:
                 continue
             hooks[key].uses -= 1
             if not hooks[key].uses:
-                hooks.pop(key)
+                hook = hooks.pop(key)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+                _remove_release(module, hook)
 
     def __enter__(self) -> AttachHandle:
         return self
@@ -160,7 +170,15 @@ def _hook_of(module: torch.nn.Module) -> _CaptureHook:
             return hook
     hook = _CaptureHook(module)
     module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_hook(hook.release, with_kwargs=True)
     return hook
+
+
+def _remove_release(module: torch.nn.Module, capture: _CaptureHook) -> None:
+    for key, hook in list(module._forward_hooks.items()):
+        if getattr(hook, "__self__", None) is capture:
+            module._forward_hooks.pop(key)
+            module._forward_hooks_with_kwargs.pop(key, None)
 
 
 def attach(model: torch.nn.Module) -> AttachHandle:

@@ -67,9 +67,11 @@ class QuantizedKVCache(Cache):
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.model_facts = serialization.model_facts(config)
         natives = _compat.native_layers(config)
-        beyond = [index for index in self.quantization.layers if index >= len(natives)]
-        if beyond:
-            raise invalid("layers", beyond[0], f"the model has layers 0 to {len(natives) - 1}")
+        for index in self.quantization.layers:
+            if index >= len(natives):
+                raise invalid("layers", index, f"the model has layers 0 to {len(natives) - 1}")
+            if not _compat.is_full_attention(natives[index]):
+                raise invalid("layers", index, f"that layer is kept as transformers' {type(natives[index]).__name__}")
         layers: list[Any] = [
             QuantizedLayer(self.quantization.for_layer(index), index) if _compat.is_full_attention(native) else native
             for index, native in enumerate(natives)
@@ -285,7 +287,7 @@ class QuantizedKVCache(Cache):
 
     def _choice_text(self) -> str:
         """Which default was chosen and why; nothing where the format was asked for."""
-        if not self.is_default:
+        if not self.is_default or not any(isinstance(layer, QuantizedLayer) for layer in self.layers):
             return ""
         if not self.get_seq_length():
             return f"default preset, chosen at the first forward: {DEFAULT_PRESET}, or {ATTACHED_DEFAULT} if attached; "
@@ -331,7 +333,8 @@ def _tensor_text(spec: TensorSpec) -> str:
     unit = "channels" if spec.axis == "token" else "tokens"
     over = "the whole head" if spec.group_size is None else f"{spec.group_size} {unit}"
     kind = " (symmetric)" if spec.symmetric and not spec.number_format.midrise else ""
-    name = spec.format if spec.widths is None else "+".join(f"{n}x{bits}" for bits, n in spec.widths) + " bits"
+    widths = "+".join(f"{channels}x{bits}" for bits, channels in spec.widths or ())
+    name = f"{widths} bits of 64 channels," if widths else spec.format
     steps = [f"{spec.center} centre"] if spec.center else []
     steps += ["channel deviations"] if spec.normalize else []
     steps += ["hadamard"] if spec.rotation else []

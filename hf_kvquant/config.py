@@ -78,6 +78,7 @@ class KVQuantConfig:
     def _check_layers(self) -> None:
         if not isinstance(self.layers, Mapping):
             raise invalid("layers", self.layers, "it must map layer indices to LayerOverride")
+        object.__setattr__(self, "layers", dict(self.layers))  # not the caller's
         for index, override in self.layers.items():
             check_int("layers", index, 0, "a layer index must be an integer of at least 0")
             if not isinstance(override, LayerOverride):
@@ -126,7 +127,9 @@ class KVQuantConfig:
                 fields[name] = TensorSpec.from_dict(fields[name], where=name)
         if isinstance(fields.get("layers"), Mapping):
             fields["layers"] = {
-                int(index) if str(index).isdigit() else index: LayerOverride.from_dict(each, f"layers[{index}]")
+                int(index) if str(index).isascii() and str(index).isdigit() else index: LayerOverride.from_dict(
+                    each, f"layers[{index}]"
+                )
                 for index, each in fields["layers"].items()
             }
         return cls(**fields)

@@ -44,6 +44,20 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
     return x / size**0.5
 
 
+_SIGNS: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def flat_signs(size: int, device: torch.device) -> torch.Tensor:
+    """The Rudin-Shapiro sequence ``[size]`` of 1 and -1: minus for an odd number of neighbouring ones in the binary
+    index. It is as unlike every row of a Hadamard matrix as a sequence of signs can be (a quadratic form), so a vector
+    along one of those rows, or with an offset common to all channels, is spread evenly as well."""
+    if (size, device) not in _SIGNS:
+        with torch.inference_mode(False):
+            signs = [1.0 - 2 * ((index & index >> 1).bit_count() % 2) for index in range(size)]
+            _SIGNS[size, device] = torch.tensor(signs, device=device)
+    return _SIGNS[size, device]
+
+
 _MATRICES: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 

@@ -10,7 +10,8 @@ Decisions:
   tokens beyond its sinks, so one prefill, chunks and single steps give the same codes. Blocks are counted from the
   row's own first token, so left-padded rows get the codes that they would get alone; rows of a batch then close at
   different steps. Formats with statistics wait for ``calibration_length`` tokens before the first block; their
-  statistics are frozen with it and stay, whatever is cropped later.
+  statistics are frozen with it and stay as long as any of it is held. A crop that takes all of it takes all tokens
+  that they were made of, and the next first block brings its own.
 - A closed block is never rewritten. Cropping into one keeps its codes and marks the tail as dropped:
   ``RowState.blocks`` holds the valid tokens of each block. Rejected: dequantizing the rest back into the window,
   which would quantize it a second time later.
@@ -60,7 +61,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.key_state = TensorState(self.config.key, tokens_last=True, stores_raw=self.config.pre_rope)
         self.value_state = TensorState(self.config.value, tokens_last=False, stores_raw=self.config.pre_rope)
         self.rotary_reason = ""
-        self.energies: torch.Tensor | None = None  # [B, K, T, D] of the first tokens, until all rows are calibrated
+        self.energies: torch.Tensor | None = None  # [B, K, calibration tokens, D], until all rows are calibrated
         self.queries_reason: str | None = None  # why the statistics are without queries
 
     def reconfigure(self, config: KVQuantConfig) -> None:
@@ -211,7 +212,7 @@ class QuantizedLayer(CacheLayerMixin):
         span = slice(start, start + self.config.calibration_length)
         position, energy = self.window_start + start, None
         if self.energies is not None:
-            seen = self.energies[rows, :, position : position + self.config.calibration_length]
+            seen = self.energies[rows]
             finite = seen.isfinite().all(-1, keepdim=True)
             energy = tree_sum(torch.where(finite, seen, 0.0), 2).squeeze(2) / finite.sum(2).clamp_min(1)
         self.key_state.calibrate(sources[0][rows, :, span], rows, position, energy)
@@ -248,29 +249,41 @@ class QuantizedLayer(CacheLayerMixin):
     # ---------------------------------------------------------------- queries of the first tokens
 
     @storing
-    def note_queries(self, read: Callable[[int], torch.Tensor | str], key_states: torch.Tensor) -> None:
+    def note_queries(self, read: Callable[[int, int], torch.Tensor | str], key_states: torch.Tensor) -> None:
         """Before the update with ``key_states [B, K, q, D]``: keep what the statistics need of the queries.
 
         Args:
-            read: gives the queries ``[B, H, count, D]`` of the first ``count`` new tokens, or why there are none.
+            read: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why there are
+                none.
             key_states: the new keys.
         """
-        config, (_, heads, new_tokens, head_dim) = self.config, key_states.shape
-        calibrated = bool(self.rows) and all(row.calibrated for row in self.rows)
-        if not config.uses_queries or self.queries_reason or calibrated:
+        if not self.config.uses_queries or self.queries_reason:
             return
-        end = max((row.padding for row in self.rows), default=0) + config.sink_length + config.calibration_length
-        count = min(end - self.length, new_tokens)
-        if count <= 0:
-            return
-        queries = read(count)
+        rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
+        for padding in sorted({row.padding for row in rows if not row.calibrated}):
+            first = padding + self.config.sink_length - self.length
+            start, stop = max(first, 0), min(first + self.config.calibration_length, key_states.shape[2])
+            if start < stop:
+                self._keep_energies(read(start, stop), key_states, padding, rows, start - first)
+
+    def _keep_energies(
+        self, queries: torch.Tensor | str, key_states: torch.Tensor, padding: int, rows: list[RowState], place: int
+    ) -> None:
+        """Mean squares over the query heads of each key head, for the rows of one ``padding``, from calibration token
+        ``place`` on."""
+        batch, heads, _, head_dim = key_states.shape
         if not isinstance(queries, str) and (queries.shape[1] % heads or queries.shape[3] != head_dim):
             queries = f"queries {tuple(queries.shape)} do not match keys {tuple(key_states.shape)}"
         if isinstance(queries, str):
             self.queries_reason, self.energies = queries, None
             return
-        energy = tree_mean(queries.float().unflatten(1, (heads, -1)).square(), 2).squeeze(2)
-        self.energies = energy if self.energies is None else torch.cat([self.energies, energy], 2)
+        if self.energies is None:
+            self.energies = torch.zeros(
+                batch, heads, self.config.calibration_length, head_dim, device=key_states.device
+            )
+        own = [index for index, row in enumerate(rows) if row.padding == padding]
+        energy = tree_mean(queries[own].float().unflatten(1, (heads, -1)).square(), 2).squeeze(2)
+        self.energies[own, :, place : place + energy.shape[2]] = energy
 
     # ---------------------------------------------------------------- rotation
 
@@ -321,7 +334,6 @@ class QuantizedLayer(CacheLayerMixin):
             self.reset()
             return
         old_start, self.length = self.window_start, self.length - removed
-        self.energies = None if self.energies is None else self.energies[:, :, : self.length]
         for row in self.rows:
             excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
             while excess > 0 and row.blocks:
@@ -330,6 +342,7 @@ class QuantizedLayer(CacheLayerMixin):
                 row.blocks[-1] -= taken
                 if not row.blocks[-1]:
                     row.blocks.pop()
+            row.calibrated = row.calibrated and bool(row.blocks)
         # Never forward: a selection may have dropped the row that held the window back; the tensor still begins there.
         self.window_start = min(old_start, self._next_window_start())
         if self.window_start < old_start:
@@ -357,6 +370,8 @@ class QuantizedLayer(CacheLayerMixin):
         if not len(chosen):
             raise self._refusal("indices=[] is not valid: keep at least one row, or reset() the cache")
         self.rows = [self.rows[index].copy() for index in chosen.tolist()]
+        if all(row.calibrated for row in self.rows):
+            self.energies = None
         self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -65,13 +65,17 @@ PRESETS: dict[str, Preset] = {
         KVQuantConfig(_rotated(4, center="rope", normalize=True), _rotated(4)),
         "4.1 bits in closed blocks: the default where the model is attached",
     ),
+    "cm4": Preset(
+        KVQuantConfig(_centred_widths((6, 16), (5, 6), (4, 18), (3, 14), (2, 8), (0, 2)), _rotated(4)),
+        "4.1 bits in closed blocks: cr4 with bits where queries look, for retrieval; needs attach(model)",
+    ),
     "cm3": Preset(
-        KVQuantConfig(_centred_widths((6, 12), (4, 12), (3, 16), (2, 12), (0, 12)), _rotated(3)),
-        "3.1 bits in closed blocks: retrieval as good as at 4.5 bits; needs attach(model)",
+        KVQuantConfig(_centred_widths((6, 14), (4, 13), (3, 16), (2, 10), (0, 11)), _rotated(3)),
+        "3.2 bits in closed blocks: copies and finds nearly as k4v4 does at 4.5; needs attach(model)",
     ),
     "cm2": Preset(
-        KVQuantConfig(_centred_widths((6, 4), (4, 8), (3, 8), (2, 20), (1, 8), (0, 16)), _rotated(2)),
-        "2.1 bits in closed blocks: the smallest that still finds facts; needs attach(model)",
+        KVQuantConfig(_centred_widths((6, 6), (4, 9), (3, 8), (2, 20), (1, 6), (0, 15)), _rotated(2)),
+        "2.2 bits in closed blocks: the smallest that still finds most facts; needs attach(model)",
     ),
     "k4v4-pre": Preset(
         _per_channel_per_token("int4", "int4", True), "k4v4 with keys stored before RoPE; needs attach(model)"

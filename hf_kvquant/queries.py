@@ -54,14 +54,17 @@ def _registered() -> Iterator[None]:
                 del ALL_ATTENTION_FUNCTIONS[_NAME]
 
 
-def read_queries(module: torch.nn.Module, arguments: dict[str, Any], cache_name: str, count: int) -> torch.Tensor | str:
-    """Queries ``[B, H, count, D]`` of the first ``count`` tokens as they meet the keys, or why they are not seen.
+def read_queries(
+    module: torch.nn.Module, arguments: dict[str, Any], cache_name: str, start: int, stop: int
+) -> torch.Tensor | str:
+    """Queries ``[B, H, stop - start, D]`` of the tokens ``start .. stop`` as they meet the keys, or why they are not
+    seen.
 
     Args:
         module: an attention module.
         arguments: those of the call in progress, by name.
         cache_name: name of the argument that takes the cache.
-        count: tokens wanted.
+        start, stop: tokens of the call.
 
     Raises:
         RuntimeError: under torch.compile.
@@ -73,7 +76,7 @@ def read_queries(module: torch.nn.Module, arguments: dict[str, Any], cache_name:
     twin = copy.copy(module)
     twin.config = with_attention(module.config, _NAME)
     length = arguments["hidden_states"].shape[1]
-    few = {name: _first_tokens(value, length, count) for name, value in arguments.items()}
+    few = {name: _tokens(value, length, start, stop) for name, value in arguments.items()}
     few |= {cache_name: DynamicCache(), "attention_mask": None}
     devices = [arguments["hidden_states"].device] if arguments["hidden_states"].is_cuda else []
     try:
@@ -86,11 +89,11 @@ def read_queries(module: torch.nn.Module, arguments: dict[str, Any], cache_name:
     return "attention does not go through transformers' interface"
 
 
-def _first_tokens(value: Any, length: int, count: int) -> Any:
-    """The first ``count`` tokens of an argument that holds one entry per token; everything else as it is. Contiguous:
+def _tokens(value: Any, length: int, start: int, stop: int) -> Any:
+    """The tokens ``start .. stop`` of an argument that holds one entry per token; everything else as it is. Contiguous:
     some models flatten their input by ``view``."""
     if isinstance(value, tuple):
-        return tuple(_first_tokens(item, length, count) for item in value)
+        return tuple(_tokens(item, length, start, stop) for item in value)
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
-        return value[:, :count].contiguous()
+        return value[:, start:stop].contiguous()
     return value

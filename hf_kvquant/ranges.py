@@ -46,8 +46,9 @@ def choose(
     """
     if spec.scale_format == "static":
         return QuantizedBlocks(())
-    limit, ranges = _candidates(grouped, spec)
-    stored = list(_stored(ranges, limit, spec))
+    searches_gain = spec.number_format.midrise and spec.clip == "mse"
+    limit, ranges = _gains(grouped, spec) if searches_gain else _ranges(grouped, spec)
+    stored = list(_stored(ranges, limit, not searches_gain, spec))
     if len(stored) == 1:
         return stored[0]
     return _best(grouped, stored, spec, segments, importance)
@@ -87,11 +88,14 @@ def spread(metadata: torch.Tensor) -> torch.Tensor:
 # -------------------------------------------------------------------- candidates
 
 
-def _candidates(grouped: torch.Tensor, spec: TensorSpec) -> tuple[float, list[Range]]:
+def _gains(grouped: torch.Tensor, spec: TensorSpec) -> tuple[float, list[Range]]:
+    """Gains to try, as ranges that end at unit value 1."""
+    rms = _root_mean_square(grouped, _group_dims(spec))
+    return 1.0, [(None, rms * gain) for gain in (_GAINS_MIXED if spec.widths else _GAINS_UNIFORM)]
+
+
+def _ranges(grouped: torch.Tensor, spec: TensorSpec) -> tuple[float, list[Range]]:
     """Ranges to try and the unit value that their upper end stands for."""
-    if spec.number_format.midrise and spec.clip == "mse":
-        rms = _root_mean_square(grouped, _group_dims(spec))
-        return 1.0, [(None, rms * gain) for gain in (_GAINS_MIXED if spec.widths else _GAINS_UNIFORM)]
     low, high = _bounds(grouped, spec)
     limit = spec.number_format.unit_limit(bool(spec.symmetric))
     shrink = _SHRINK if spec.clip == "mse" else (1.0,)
@@ -139,25 +143,34 @@ def _root_mean_square(grouped: torch.Tensor, dims: tuple[int, ...]) -> torch.Ten
 # -------------------------------------------------------------------- storing
 
 
-def _stored(ranges: list[Range], limit: float, spec: TensorSpec) -> Iterator[QuantizedBlocks]:
-    """Every candidate as it would be stored, all under the same exponents."""
-    scale_format = SCALE_FORMATS[spec.scale_format]
-    scales = [largest_finite(_step(high, low, limit)) for low, high in ranges]
-    zeros = [largest_finite(low.abs()) for low, _ in ranges if low is not None]
-    largest, shared = _maximum(scales), _share_exponent(spec)
-    exponent = None
-    if scale_format.headroom is not None:
-        exponent = scale_format.exponent(torch.maximum(largest, _maximum(zeros)) if shared else largest)
-    head = QuantizedBlocks((), exponent=exponent)
-    if zeros and spec.zero_format == "int8":
-        head.zero_range = _maximum(zeros)
-    elif zeros and spec.zero_format == "fp16" and not shared:
-        head.zero_exponent = SCALE_FORMATS["fp16"].exponent(_maximum(zeros))
-    up = limit != 1.0
-    for low, high in ranges:
-        blocks = replace(head) if low is None else replace(head, zero=_stored_zero(low, head, spec))
-        blocks.scale = _stored_scale(high, blocks, limit, up, spec)
-        yield blocks
+def _stored(ranges: list[Range], limit: float, up: bool, spec: TensorSpec) -> Iterator[QuantizedBlocks]:
+    """Every candidate as it would be stored, all under the same exponents: zero points first, then the scales that
+    reach from them to the upper end. ``up``: scales may not be rounded down."""
+    head, scale_format = QuantizedBlocks(()), SCALE_FORMATS[spec.scale_format]
+    zeros = [low for low, _ in ranges if low is not None]
+    if zeros:
+        _prepare_zeros(head, _maximum([largest_finite(low.abs()) for low in zeros]), ranges, limit, spec)
+    stored = [head if low is None else replace(head, zero=_stored_zero(low, head, spec)) for low, _ in ranges]
+    if scale_format.headroom is not None and not _share_exponent(spec):
+        steps = [_step(high, read_zero(each, spec), limit) for (_, high), each in zip(ranges, stored, strict=True)]
+        head.exponent = scale_format.exponent(_maximum([largest_finite(step) for step in steps]))
+    for (_, high), each in zip(ranges, stored, strict=True):
+        each = replace(each, exponent=head.exponent)
+        each.scale = _stored_scale(high, each, limit, up, spec)
+        yield each
+
+
+def _prepare_zeros(
+    head: QuantizedBlocks, largest: torch.Tensor, ranges: list[Range], limit: float, spec: TensorSpec
+) -> None:
+    """What the zero points of a block are stored relative to."""
+    if _share_exponent(spec):
+        scales = _maximum([largest_finite(_step(high, low, limit)) for low, high in ranges])
+        head.exponent = SCALE_FORMATS["fp16"].exponent(torch.maximum(scales, largest))
+    elif spec.zero_format == "int8":
+        head.zero_range = largest
+    elif spec.zero_format == "fp16":
+        head.zero_exponent = SCALE_FORMATS["fp16"].exponent(largest)
 
 
 def _stored_zero(low: torch.Tensor, head: QuantizedBlocks, spec: TensorSpec) -> torch.Tensor:

@@ -148,14 +148,15 @@ class Pending:
     Attributes:
         layout: how the module rotates; None: not at all, or not to be seen, for the reason given.
         reason: why there is no layout.
-        queries: gives the queries ``[B, H, count, D]`` of the first ``count`` new tokens, or why they are not seen.
+        queries: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why they are not
+            seen.
         cos, sin: tables of the new tokens.
         source: identifies the tables: layers of one forward that share it are one group.
     """
 
     layout: RotaryLayout | None
     reason: str
-    queries: Callable[[int], torch.Tensor | str]
+    queries: Callable[[int, int], torch.Tensor | str]
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     source: int = 0
@@ -165,7 +166,7 @@ class Pending:
         cls,
         layout: RotaryLayout,
         position_embeddings: PositionEmbeddings,
-        queries: Callable[[int], torch.Tensor | str],
+        queries: Callable[[int, int], torch.Tensor | str],
     ) -> Pending:
         first = position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings
         return cls(layout, "", queries, *layout.tables(position_embeddings), id(first))

@@ -60,7 +60,8 @@ class ScaleFormat:
         if self.steps:
             bounds = _log_levels(self.steps, 0.0 if up else 0.5, scale.device)
             code = torch.bucketize(scale.contiguous(), bounds).clamp_max(_LOG_HIGH - _LOG_LOW) + _LOG_LOW
-            code = torch.where(scale > 0, code, _LOG_ZERO)
+            tiny = scale <= (0.0 if up else bounds[0] / 2)  # nearer to 0 than to the lowest scale
+            code = torch.where(tiny, _LOG_ZERO, code)
             return torch.where(scale.isfinite(), code, _LOG_NAN).to(torch.int8)
         if self.dtype == torch.float32:
             return scale

@@ -72,6 +72,7 @@ def save(cache: QuantizedKVCache, path: str | os.PathLike[str]) -> None:
         "format_version": FORMAT_VERSION,
         "model": cache.model_facts,
         "quantization": cache.quantization.to_dict(),
+        "is_default": cache.is_default,
         "padding_source": cache.padding_source,
         "rotary_tables": _tables_to_tensors(cache.rotary.tables, tensors),
         "layers": [
@@ -125,7 +126,7 @@ def load(
     _check_model(header["model"], model_facts(config), path)
     try:
         cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
-        cache.padding_source = header["padding_source"]
+        cache.padding_source, cache.is_default = header["padding_source"], bool(header["is_default"])
         cache.rotary.tables = [_table(tensors, index) for index in range(header["rotary_tables"])]
         for layer, data in zip(cache.layers, header["layers"], strict=True):
             _layer_from_json(layer, data, tensors, torch.device(device))

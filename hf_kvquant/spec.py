@@ -152,8 +152,9 @@ class TensorSpec:
             self._check_widths()
         if self.widths and self.rotation:
             raise invalid("rotation", self.rotation, "it mixes the channels that widths tell apart")
-        if self.number_format.lossless and (self.center or self.rotation or self.normalize):
-            raise invalid("format", self.format, "center, rotation, normalize and widths need a lossy format")
+        coded = (self.center, self.rotation, self.normalize, self.symmetric, self.scale_format != "fp16")
+        if self.number_format.lossless and any(coded):
+            raise invalid("format", self.format, "ranges, scales, center, rotation and widths need a lossy format")
 
     def _check_widths(self) -> None:
         try:
@@ -164,6 +165,8 @@ class TensorSpec:
         numbers = [number for pair in widths for number in pair]
         if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
             raise invalid("widths", widths, "bits and channels must be integers of at least 0")
+        if not all(channels for _, channels in widths):
+            raise invalid("widths", widths, "each width needs at least one channel")
         if sum(channels for _, channels in widths) != PROFILE_CHANNELS:
             raise invalid("widths", widths, f"the channels must add up to {PROFILE_CHANNELS}")
         if any(bits and f"midrise{bits}" not in FORMATS for bits, _ in widths):

@@ -39,7 +39,8 @@ Widths = tuple[tuple[int, int], ...]
 def tuned_widths(
     model: Any, prompts: Iterable[torch.Tensor], bits: float, base: str | KVQuantConfig = "cm3"
 ) -> KVQuantConfig:
-    """``base`` with a profile of widths for each layer, ``bits`` per key element on average over the layers.
+    """``base`` with a profile of widths for each layer, ``bits`` per key element on average over the layers. Layers
+    whose keys ``base`` overrides with a format without widths keep that; the average is over the others.
 
     Args:
         model: a transformers model in eval mode; it is attached while this runs.
@@ -60,10 +61,10 @@ def tuned_widths(
         needed = config.sink_length + config.calibration_length
         raise invalid("prompts", "nothing measured", f"give at least one prompt of {needed} tokens or more")
     profiles = allocate(torch.stack(list(spectra.values())), bits)
-    overrides = {
-        index: LayerOverride(key=_with_widths(config.key, widths))
-        for index, widths in zip(spectra, profiles, strict=True)
-    }
+    overrides = dict(config.layers)
+    for index, widths in zip(spectra, profiles, strict=True):
+        own = config.layers.get(index, LayerOverride())
+        overrides[index] = replace(own, key=_with_widths(own.key or config.key, widths))
     return replace(config, layers=overrides)
 
 
@@ -75,7 +76,9 @@ def _spectra(model: Any, prompts: Iterable[torch.Tensor], config: KVQuantConfig)
             cache = QuantizedKVCache(model.config, config)
             model(prompt, **{cache_argument(model.forward): cache})
             for index, layer in enumerate(cache.layers):
-                if isinstance(layer, QuantizedLayer) and layer.key_state.tables is not None:
+                if not isinstance(layer, QuantizedLayer) or layer.config.key.widths is None:
+                    continue
+                if layer.key_state.tables is not None:
                     seen = layer.key_state.tables.importance
                     assert seen is not None
                     found.setdefault(index, []).append(_resampled(seen.square().mean((0, 1)) / seen.shape[-1]))

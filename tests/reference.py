@@ -6,6 +6,8 @@ the Hadamard matrix comes from scipy, levels are searched in a list.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from scipy import linalg
 
@@ -92,13 +94,14 @@ def mixed_keys(
 
 
 def rotated(x: np.ndarray, bits: int, mean: np.ndarray | float = 0.0, balance: np.ndarray | float = 1.0) -> np.ndarray:
-    """Values, or keys around ``mean [T, D]`` divided by ``balance [D]``: Hadamard over the largest power of two that
-    divides D, one gain."""
+    """Values, or keys around ``mean [T, D]`` divided by ``balance [D]``: signs by the Rudin-Shapiro sequence, Hadamard
+    over the largest power of two that divides D, one gain."""
     dim = x.shape[1]
     size = dim & -dim
     matrix = np.asarray(linalg.block_diag(*[linalg.hadamard(size) / np.sqrt(size)] * (dim // size)))
-    units = (x - mean) / balance @ matrix
-    read = coded(units, np.full(dim, bits), GAINS_UNIFORM, np.ones(dim)) @ matrix.T
+    signs = np.array([(-1.0) ** sum(a == b == "1" for a, b in pairwise(f"{index:b}")) for index in range(dim)])
+    units = (x - mean) / balance * signs @ matrix
+    read = coded(units, np.full(dim, bits), GAINS_UNIFORM, np.ones(dim)) @ matrix.T * signs
     return keep_sinks(read * balance + mean, x)
 
 

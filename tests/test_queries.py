@@ -16,7 +16,7 @@ from hf_kvquant.attach import attention_modules
 from hf_kvquant.queries import read_queries
 from tests import tiny
 
-KINDS = ("llama", "qwen2", "gemma2", "phi3", "mistral", "gpt2")
+KINDS = ("llama", "llama_mha", "qwen3", "gemma2", "gemma3", "phi3_sliding", "gpt2", "gpt_oss", "llama4", "qwen3_next")
 CM2 = PRESETS["cm2"].config
 
 
@@ -43,7 +43,7 @@ class Spying:
 
 
 class Asking(QuantizedKVCache):
-    """Reads the queries of 20 tokens in every update."""
+    """Reads the queries of 17 tokens in every update."""
 
     def __init__(self, config: Any):
         super().__init__(config, CM2)
@@ -53,11 +53,11 @@ class Asking(QuantizedKVCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kw: Any
     ) -> Any:
         assert self.pending is not None
-        self.asked.append(self.pending.queries(20))
+        self.asked.append(self.pending.queries(3, 20))
         return super().update(key_states, value_states, layer_idx, *args, **kw)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name in tiny.MODELS])
+@pytest.mark.parametrize("name", KINDS)
 def test_queries_are_those_of_the_attention(name) -> None:
     model = copy.deepcopy(tiny.load(name))
     if model.config._attn_implementation != "sdpa":
@@ -70,7 +70,7 @@ def test_queries_are_those_of_the_attention(name) -> None:
     assert len(cache.asked) == len(seen)
     for asked, query in zip(cache.asked, seen, strict=True):
         assert isinstance(asked, torch.Tensor)
-        torch.testing.assert_close(asked, query[:, :, :20], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(asked, query[:, :, 3:20], rtol=1e-5, atol=1e-5)
     assert sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()) == names
     assert model.config.to_dict() == state
 
@@ -87,7 +87,7 @@ class OwnAttention(torch.nn.Module):
 
 
 def test_attention_outside_the_interface_shows_no_queries() -> None:
-    found = read_queries(OwnAttention(), {"hidden_states": torch.ones(1, 4, 8)}, "past_key_values", 2)
+    found = read_queries(OwnAttention(), {"hidden_states": torch.ones(1, 4, 8)}, "past_key_values", 0, 2)
     assert found == "attention does not go through transformers' interface"
 
 
@@ -95,7 +95,7 @@ def test_failing_modules_give_their_reason() -> None:
     model = tiny.load("llama")
     module = attention_modules(model)[0]
     hidden = torch.zeros(1, 4, model.config.hidden_size)
-    found = read_queries(module, {"hidden_states": hidden, "position_embeddings": None}, "past_key_values", 2)
+    found = read_queries(module, {"hidden_states": hidden, "position_embeddings": None}, "past_key_values", 0, 2)
     assert isinstance(found, str)
     assert found.startswith("reading the queries failed: TypeError")
     assert "hf_kvquant_queries" not in ALL_ATTENTION_FUNCTIONS.valid_keys()

@@ -22,14 +22,14 @@ from tests.tolerances import TOLERANCES
 
 LLAMA = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
 # The presets, and the two profiles that the recipe was first measured with.
-RECIPES = {name: PRESETS[name].config for name in ("cr4", "cm3", "cm2")} | {
+RECIPES = {name: PRESETS[name].config for name in ("cr4", "cm4", "cm3", "cm2")} | {
     f"{name} as first measured": replace(
         PRESETS[name].config, key=replace(PRESETS[name].config.key, format=f"midrise{widths[0][0]}", widths=widths)
     )
     for name, widths in (("cm3", CM3), ("cm2", CM2))
 }
 MEASURED = RECIPES["cm2 as first measured"]
-BITS = {"cr4": 4, "cm3": 3, "cm2": 2}
+BITS = {"cr4": 4, "cm4": 4, "cm3": 3, "cm2": 2}
 # name -> head dimension, queries per key head, layout
 SHAPES: dict[str, tuple[int, int, RotaryLayout]] = {
     "64 half": (64, 3, RotaryLayout("key", "half", 32, 0, 1, "single", False)),
@@ -161,9 +161,9 @@ def test_queries_that_are_not_seen_are_reported() -> None:
     for piece in (slice(0, 100), slice(100, 300)):
         seen = tiny.pending(queries, torch.arange(300)[None, piece], layout, source=1 + piece.start)
         cache.pending = (
-            replace(seen, queries=lambda count: "a reason")
+            replace(seen, queries=lambda start, stop: "a reason")
             if piece.start
-            else replace(seen, queries=lambda count: queries[:, :, :count])
+            else replace(seen, queries=lambda start, stop: queries[:, :, start:stop])
         )
         cache.update(rotate(keys, layout)[:, :, piece], values[:, :, piece], 0)
     assert "statistics without queries (a reason)" in cache.summary()
@@ -225,8 +225,9 @@ def test_a_large_bias_costs_nothing(preset) -> None:
 
 def test_widths_scale_to_every_head_dimension() -> None:
     """Average bits stay at the nominal ones within one channel of the widest, and every channel is counted once."""
-    for name in ("cm2", "cm3", "cm2 as first measured", "cm3 as first measured"):
-        spec, nominal = RECIPES[name].key, BITS[name[:3]]
+    for name in (name for name in RECIPES if name.startswith("cm")):
+        spec = RECIPES[name].key
+        nominal = sum(bits * channels for bits, channels in spec.widths or ()) / 64
         for dim in (16, 40, 64, 80, 96, 112, 128, 192, 256, 512):
             segments = spec.segments(dim)
             assert all(a[2] == b[1] for a, b in itertools.pairwise(segments))
@@ -255,7 +256,8 @@ def test_true_bits(preset) -> None:
     keys, values, queries = tensors(dim, ratio, tokens=260)
     tiny.feed(cache, (rotate(keys, layout), values, rotate(queries, layout)), layout=layout)
     report = cache.memory_report()
-    nominal = BITS[preset[:3]]
-    assert report.packed_bits_per_element == nominal + 8 / 64 + 8 / 4096
+    widths = RECIPES[preset].key.widths
+    key_bits = 4 if widths is None else sum(bits * channels for bits, channels in widths) / 64
+    assert report.packed_bits_per_element == (key_bits + BITS[preset[:3]]) / 2 + 8 / 64 + 8 / 4096
     per_channel = 2 * 4 if preset == "cr4" else 3 * 4 + 2
     assert report.sum.tables == 2 * 64 * per_channel
