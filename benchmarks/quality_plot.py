@@ -21,8 +21,11 @@ FAMILIES = {
     "per channel": "tab:blue",
     "per channel, before RoPE": "tab:green",
     "per token": "tab:orange",
+    "rotated": "tab:purple",
+    "centred, static widths": "tab:red",
+    "centred, widths tuned by layer": "black",
     "transformers": "tab:gray",
-    "other": "tab:red",
+    "other": "tab:brown",
 }
 MARKERS = {CLOSED: "o", WINDOW: "_"}
 
@@ -42,16 +45,20 @@ def family(scheme: str) -> str:
     if scheme in INCUMBENTS:
         return "transformers"
     config = CONFIGS[scheme]
-    plain = {"format", "axis", "group_size", "symmetric", "scale_format"}
-    fields = config.to_dict()["key"].items()
-    if any(value for name, value in fields if name not in plain) or config.key.axis not in ("channel", "token"):
+    if config.key.widths:
+        return "centred, widths tuned by layer" if config.layers else "centred, static widths"
+    if config.key.rotation:
+        return "rotated"
+    if config.key.axis not in ("channel", "token"):
         return "other"
     return f"per {config.key.axis}" + (", before RoPE" if config.pre_rope else "")
 
 
 def draw_errors(found: list[dict[str, Any]], path: Path) -> Path:
-    """KL, log axis, against true bits: one panel per set; a bar marks the same scheme behind its own window."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    """KL, log axis, against true bits: one panel per set; a bar marks the same scheme behind its own window. The
+    unattached forms, worse copies of others, are left to the tables."""
+    found = [each for each in found if not each["scheme"].endswith("-unattached")]
+    figure = Figure(figsize=(21, 9), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(SETS)), SETS, strict=True):
         shown = [each for each in found if each["bits"] and each.get(kind, {}).get("kl", 0) > 0]
         for rank, each in enumerate(sorted(shown, key=lambda each: (each["window"], each[kind]["kl"]))):
@@ -62,7 +69,7 @@ def draw_errors(found: list[dict[str, Any]], path: Path) -> Path:
     names = {family(each["scheme"]) for each in found}
     for name in (name for name in FAMILIES if name in names):
         figure.axes[0].scatter([], [], color=FAMILIES[name], label=name)
-    figure.axes[0].scatter([], [], color="black", marker=MARKERS[WINDOW], label="with its own window")
+    figure.axes[0].scatter([], [], color="gray", marker=MARKERS[WINDOW], label="with its own window")
     figure.axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=DPI)
     return path

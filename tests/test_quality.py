@@ -310,4 +310,7 @@ def test_every_scheme_has_a_colour_of_its_family() -> None:
     assert families["k3v3"] == "per channel"
     assert families["k4v4-pre"] == "per channel, before RoPE"
     assert families["tok4"] == "per token"
+    assert families["cr4"] == families["had4"] == "rotated"
+    assert families["cm3"] == "centred, static widths"
+    assert families["cm3-tuned"] == "centred, widths tuned by layer"
     assert set(families.values()) <= set(quality_plot.FAMILIES)
