@@ -174,7 +174,7 @@ def _hook_of(module: torch.nn.Module) -> _CaptureHook:
     return hook
 
 
-def _remove_release(module: torch.nn.Module, capture: _CaptureHook) -> None:
+def _remove_release(module: torch.nn.Module, capture: Any) -> None:
     for key, hook in list(module._forward_hooks.items()):
         if getattr(hook, "__self__", None) is capture:
             module._forward_hooks.pop(key)

@@ -355,7 +355,7 @@ def _rotation_text(layer: QuantizedLayer) -> str:
         text = f"{place} (layout not seen yet)"
     else:
         text = f"after RoPE ({layer.rotary_reason})"
-    return text + (f", statistics without queries ({layer.queries_reason})" if layer.queries_reason else "")
+    return text + (f", statistics without queries ({layer.energies.reason})" if layer.energies.reason else "")
 
 
 def _layer_text(layer: Any) -> str:

@@ -27,7 +27,7 @@ import torch
 
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.exact import tree_mean, tree_sum
+from hf_kvquant.energies import QueryEnergies
 from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.storage import RowState, TensorState, storing
 
@@ -61,8 +61,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.key_state = TensorState(self.config.key, tokens_last=True, stores_raw=self.config.pre_rope)
         self.value_state = TensorState(self.config.value, tokens_last=False, stores_raw=self.config.pre_rope)
         self.rotary_reason = ""
-        self.energies: torch.Tensor | None = None  # [B, K, calibration tokens, D], until all rows are calibrated
-        self.queries_reason: str | None = None  # why the statistics are without queries
+        self.energies = QueryEnergies(self.config.calibration_length)
 
     def reconfigure(self, config: KVQuantConfig) -> None:
         """Before the first token: another format; what is known of the padding stays."""
@@ -210,17 +209,12 @@ class QuantizedLayer(CacheLayerMixin):
     def _calibrate(self, sources: list[torch.Tensor], rows: slice, start: int) -> None:
         """Freeze the statistics of ``rows``, whose first open token stands at ``start`` of the sources."""
         span = slice(start, start + self.config.calibration_length)
-        position, energy = self.window_start + start, None
-        if self.energies is not None:
-            seen = self.energies[rows]
-            finite = seen.isfinite().all(-1, keepdim=True)
-            energy = tree_sum(torch.where(finite, seen, 0.0), 2).squeeze(2) / finite.sum(2).clamp_min(1)
+        position, energy = self.window_start + start, self.energies.mean(rows)
         self.key_state.calibrate(sources[0][rows, :, span], rows, position, energy)
         self.value_state.calibrate(sources[1][rows, :, span], rows, position, None)
         for row in self.rows[rows]:
             row.calibrated = True
-        if all(row.calibrated for row in self.rows):
-            self.energies = None
+        self.energies.forget_if(row.calibrated for row in self.rows)
 
     def _closable(self, row: RowState) -> int:
         open_tokens = self.length - row.first_open(self.config.sink_length)
@@ -246,44 +240,17 @@ class QuantizedLayer(CacheLayerMixin):
             state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = rest.clone() if in_place else rest
 
-    # ---------------------------------------------------------------- queries of the first tokens
-
     @storing
     def note_queries(self, read: Callable[[int, int], torch.Tensor | str], key_states: torch.Tensor) -> None:
-        """Before the update with ``key_states [B, K, q, D]``: keep what the statistics need of the queries.
-
-        Args:
-            read: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why there are
-                none.
-            key_states: the new keys.
-        """
-        if not self.config.uses_queries or self.queries_reason:
+        """Before the update with ``key_states``: keep what the statistics need of the queries; see
+        :meth:`QueryEnergies.note`."""
+        if not self.config.uses_queries:
             return
-        rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
-        for padding in sorted({row.padding for row in rows if not row.calibrated}):
-            first = padding + self.config.sink_length - self.length
-            start, stop = max(first, 0), min(first + self.config.calibration_length, key_states.shape[2])
-            if start < stop:
-                self._keep_energies(read(start, stop), key_states, padding, rows, start - first)
-
-    def _keep_energies(
-        self, queries: torch.Tensor | str, key_states: torch.Tensor, padding: int, rows: list[RowState], place: int
-    ) -> None:
-        """Mean squares over the query heads of each key head, for the rows of one ``padding``, from calibration token
-        ``place`` on."""
-        batch, heads, _, head_dim = key_states.shape
-        if not isinstance(queries, str) and (queries.shape[1] % heads or queries.shape[3] != head_dim):
-            queries = f"queries {tuple(queries.shape)} do not match keys {tuple(key_states.shape)}"
-        if isinstance(queries, str):
-            self.queries_reason, self.energies = queries, None
-            return
-        if self.energies is None:
-            self.energies = torch.zeros(
-                batch, heads, self.config.calibration_length, head_dim, device=key_states.device
-            )
-        own = [index for index, row in enumerate(rows) if row.padding == padding]
-        energy = tree_mean(queries[own].float().unflatten(1, (heads, -1)).square(), 2).squeeze(2)
-        self.energies[own, :, place : place + energy.shape[2]] = energy
+        waiting: dict[int, list[int]] = {}
+        for index, row in enumerate(self.rows or [RowState() for _ in range(key_states.shape[0])]):
+            if not row.calibrated:
+                waiting.setdefault(row.padding + self.config.sink_length - self.length, []).append(index)
+        self.energies.note(read, key_states, waiting)
 
     # ---------------------------------------------------------------- rotation
 
@@ -370,8 +337,7 @@ class QuantizedLayer(CacheLayerMixin):
         if not len(chosen):
             raise self._refusal("indices=[] is not valid: keep at least one row, or reset() the cache")
         self.rows = [self.rows[index].copy() for index in chosen.tolist()]
-        if all(row.calibrated for row in self.rows):
-            self.energies = None
+        self.energies.forget_if(row.calibrated for row in self.rows)
         self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -443,4 +409,4 @@ class QuantizedLayer(CacheLayerMixin):
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.key_state.apply(function)
         self.value_state.apply(function)
-        self.energies = None if self.energies is None else function(self.energies)
+        self.energies.apply(function)

@@ -115,7 +115,7 @@ def layer_memory(layer: Any) -> LayerMemory:
         nbytes = storage_nbytes(tensors_in(vars(layer)))
         return LayerMemory(other=nbytes, full_precision=nbytes)
     states = sum((_tensor_memory(layer, state) for state in (layer.key_state, layer.value_state)), LayerMemory())
-    return states + LayerMemory(tables=storage_nbytes(tensors_in(layer.energies)))
+    return states + LayerMemory(tables=storage_nbytes(tensors_in(layer.energies.held)))
 
 
 def _tensor_memory(layer: QuantizedLayer, state: TensorState) -> LayerMemory:

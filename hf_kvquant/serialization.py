@@ -185,15 +185,15 @@ def _layer_to_json(layer: Any, prefix: str, tensors: Tensors) -> Json:
         return {"type": type(layer).__name__, "state": state}
     for name, state in _states(layer):
         tensors.update({f"{prefix}.{name}.{key}": value for key, value in _state_tensors(layer, state).items()})
-    if layer.energies is not None:
-        tensors[f"{prefix}.energies"] = layer.energies
+    if layer.energies.held is not None:
+        tensors[f"{prefix}.energies"] = layer.energies.held
     return {
         "type": type(layer).__name__,
         "is_initialized": layer.is_initialized,
         "length": layer.length,
         "window_start": layer.window_start,
         "padding_is_set": layer.padding_is_set,
-        "queries_reason": layer.queries_reason,
+        "queries_reason": layer.energies.reason,
         "rows": [[row.padding, row.blocks, row.calibrated] for row in layer.rows],
         "prefix": prefix,
     }
@@ -206,14 +206,15 @@ def _layer_from_json(layer: Any, data: Json, tensors: Tensors, device: torch.dev
         for name, value in data["state"].items():
             setattr(layer, name, _from_json(value, tensors, device))
         return
-    for name in ("is_initialized", "length", "window_start", "padding_is_set", "queries_reason"):
+    for name in ("is_initialized", "length", "window_start", "padding_is_set"):
         setattr(layer, name, data[name])
     layer.rotary_reason = data["rotary_reason"]
     layer.rows = [RowState(padding, blocks, calibrated) for padding, blocks, calibrated in data["rows"]]
     if not layer.is_initialized:
         return
     layer.device = device
-    layer.energies = tensors.get(f"{data['prefix']}.energies")
+    layer.energies.held = tensors.get(f"{data['prefix']}.energies")
+    layer.energies.reason = data["queries_reason"]
     for name, state in _states(layer):
         start = f"{data['prefix']}.{name}."
         own = {key[len(start) :]: tensor for key, tensor in tensors.items() if key.startswith(start)}

@@ -25,6 +25,7 @@ ORDER = [
     "rotary",
     "transforms",
     "storage",
+    "energies",
     "layers",
     "memory",
     "serialization",

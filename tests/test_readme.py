@@ -50,7 +50,7 @@ def prerope_rows() -> list[str]:
     return [f"| {' | '.join(row)} |" for row in table_rows(results("prerope"))]
 
 
-SHOWN = "int8 k4v4 k3v3 cr4 cm3 cm2 cm4-tuned cm3-tuned cm2-tuned had4 cr4-unattached cm3-unattached"
+SHOWN = "int8 k4v4 k3v3 cr4 cm4 cm3 cm2 cm4-tuned cm3-tuned cm2-tuned had4 cr4-unattached cm3-unattached"
 SHOWN += " kivi4 kivi2 kvquant-like"
 
 

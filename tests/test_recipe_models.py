@@ -47,7 +47,8 @@ class Recording(QuantizedKVCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kw: Any
     ) -> Any:
         assert self.pending is not None
-        self.given = (key_states, self.pending.queries(0, key_states.shape[2]), self.pending.cos, self.pending.sin)
+        self.given: tuple[Any, ...] = (key_states, self.pending.queries(0, key_states.shape[2]))
+        self.given += (self.pending.cos, self.pending.sin)
         return super().update(key_states, value_states, layer_idx, *args, **kw)
 
 

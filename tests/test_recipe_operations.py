@@ -55,8 +55,8 @@ def test_chunks_give_the_same_codes_and_statistics(config, cuts, seed) -> None:
         assert equal(state(whole, row), state(pieces, row))
     for one, other in zip(whole.layers, pieces.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
-        assert one.energies is None
-        assert other.energies is None
+        assert one.energies.held is None
+        assert other.energies.held is None
 
 
 @settings(max_examples=25)
@@ -144,10 +144,10 @@ def test_the_statistics_of_a_late_row_take_little() -> None:
     cache = QuantizedKVCache(LLAMA, "cm3")
     tiny.feed(cache, tensors(1, 3, 3100), padding=[0, 0, 3000])
     layer = cache.layers[0]
-    assert layer.energies is not None
-    assert layer.energies.shape == (3, 2, 128, DIM)
+    assert layer.energies.held is not None
+    assert layer.energies.held.shape == (3, 2, 128, DIM)
     cache.batch_select_indices(torch.tensor([1]))
-    assert layer.energies is None
+    assert layer.energies.held is None
 
 
 def test_layers_that_take_no_update_leave_nothing_behind() -> None:
