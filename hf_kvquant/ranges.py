@@ -3,8 +3,7 @@
 Decision: every rule is a list of candidates ``(low, high)``. Min-max and percentile are lists of one; "mse" tries a few
 and keeps, per group, the one that reads back with the smallest squared error after its metadata has been rounded. On a
 mid-rise grid the candidates are multiples of the group's root mean square ("gain search"), otherwise the min-max range
-shrunk about its middle. Rejected: fitting the scale to the chosen codes by least squares, which needs a pass more and
-on a grid of scales as coarse as 1/8 octave lands on the same code.
+shrunk about its middle.
 
 Ranges and scales are computed in fp32, errors relative to a group's own scale, so that magnitudes from 1e-30 to 1e38
 give the same codes.
