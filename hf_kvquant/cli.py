@@ -26,7 +26,7 @@ One question is an illustration, not a measurement: another --seed may turn one 
 USAGE = """\
 In your own code:
     from hf_kvquant import QuantizedKVCache, attach
-    with attach(model):   # cr4, cm3, cm2 and *-pre need it; for the others leave it out
+    with attach(model):   # the presets cr4, cm*, *-pre need it; for others leave it out
         cache = QuantizedKVCache(model.config, "cm3")
         model.generate(**inputs, past_key_values=cache)   # transformers >= 5.24: cache=cache
 To read next: `hf-kvquant presets` (when to use which), README.md (measured quality, limits, your own formats)."""
