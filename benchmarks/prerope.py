@@ -19,17 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from benchmarks.common import (
     DTYPES,
     describe_run,
-    forward,
     head_lines,
     make_parser,
     markdown_table,
     write_report,
 )
+from benchmarks.replay import record
 from hf_kvquant import KVQuantConfig, TensorSpec
 from hf_kvquant.demo import data_path, load_model
 from hf_kvquant.layers import QuantizedLayer
@@ -40,36 +39,22 @@ QUERIES = 256
 
 
 def capture(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Rotated keys and queries of every layer ``[1, K or H, T, D]``, and the tables cos, sin ``[1, T, D]``."""
-    seen: list[tuple[torch.Tensor, Any]] = []
-    modules = [layer.self_attn for layer in model.model.layers]
-    hook = lambda _, args, kwargs: seen.append((kwargs["hidden_states"], kwargs["position_embeddings"]))  # noqa: E731
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    cache = DynamicCache(config=model.config)
-    forward(model, ids, cache)
-    for handle in handles:
-        handle.remove()
-    cos, sin = seen[0][1]
-    layout = half_layout(cos)
-    queries = []
-    for module, (hidden, _) in zip(modules, seen, strict=True):
-        query = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2).float()
-        layout.rotate_(query, *(table[:, None].float() for table in layout.tables((cos, sin))))
-        queries.append(query)
-    layers: list[Any] = list(cache.layers)
-    return [layer.keys for layer in layers], queries, cos, sin
-
-
-def half_layout(cos: torch.Tensor) -> RotaryLayout:
-    return RotaryLayout("key", "half", cos.shape[-1] // 2, 0, 1, "halves", False)
+    """Rotated keys and queries of every layer ``[1, K or H, T, D]``, and the tables cos, sin ``[1, T, D/2]``."""
+    updates = record(model, ids)
+    first = updates[0].pending
+    assert first is not None
+    assert first.cos is not None
+    assert first.sin is not None
+    queries = [each.pending.queries(0, ids.shape[1]) for each in updates if each.pending is not None]
+    return [each.keys for each in updates], [q for q in queries if not isinstance(q, str)], first.cos, first.sin
 
 
 def make_layer(fmt: str, pre_rope: bool, cos: torch.Tensor, sin: torch.Tensor) -> QuantizedLayer:
     layer = QuantizedLayer(KVQuantConfig(TensorSpec(fmt), TensorSpec("none", "token"), 0, 4, pre_rope))
     if pre_rope:
-        layout, table = half_layout(cos), RotaryTable.empty_like(cos[..., : cos.shape[-1] // 2], 0)
-        table.append(*layout.tables((cos, sin)))
-        layer.set_rotary(LayerRotary(layout, table))
+        table = RotaryTable.empty_like(cos, 0)
+        table.append(cos, sin)
+        layer.set_rotary(LayerRotary(RotaryLayout("key", "half", cos.shape[-1], 0, 1, "single", False), table))
     return layer
 
 
@@ -93,7 +78,7 @@ def errors(fmt: str, pre_rope: bool, captured: Any) -> dict[str, float]:
 
 def cost(fmt: str, rounds: int) -> dict[str, float]:
     """Ratios of reading 8,192 tokens and of closing one block, before to after RoPE, SmolLM2's shape."""
-    angles = torch.rand(1, 8192 + 68, 64) * 6
+    angles = torch.rand(1, 8192 + 68, 32) * 6
     states = torch.randn(1, 3, 8192, 64)
     layers = [make_layer(fmt, pre_rope, angles.cos(), angles.sin()) for pre_rope in (True, False)]
     for layer in layers:

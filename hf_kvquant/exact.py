@@ -9,6 +9,8 @@ tie).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 
 
@@ -44,26 +46,28 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
     return x / size**0.5
 
 
-_SIGNS: dict[tuple[int, torch.device], torch.Tensor] = {}
+_CONSTANTS: dict[tuple[Hashable, torch.device], torch.Tensor] = {}
+
+
+def constant(key: Hashable, device: torch.device, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """``build()`` on ``device``, made once per process: not within inference mode, whose tensors other modes refuse."""
+    if (key, device) not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[key, device] = build().to(device)
+    return _CONSTANTS[key, device]
 
 
 def flat_signs(size: int, device: torch.device) -> torch.Tensor:
     """The Rudin-Shapiro sequence ``[size]`` of 1 and -1: minus for an odd number of neighbouring ones in the binary
     index. It is as unlike every row of a Hadamard matrix as a sequence of signs can be (a quadratic form), so a vector
     along one of those rows, or with an offset common to all channels, is spread evenly as well."""
-    if (size, device) not in _SIGNS:
-        with torch.inference_mode(False):
-            signs = [1.0 - 2 * ((index & index >> 1).bit_count() % 2) for index in range(size)]
-            _SIGNS[size, device] = torch.tensor(signs, device=device)
-    return _SIGNS[size, device]
 
+    def build() -> torch.Tensor:
+        return torch.tensor([1.0 - 2 * ((index & index >> 1).bit_count() % 2) for index in range(size)])
 
-_MATRICES: dict[tuple[int, torch.device], torch.Tensor] = {}
+    return constant(("signs", size), device, build)
 
 
 def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
-    """The normalized Sylvester matrix ``[size, size]``, made once per device; size a power of two."""
-    if (size, device) not in _MATRICES:
-        with torch.inference_mode(False):
-            _MATRICES[size, device] = walsh_hadamard(torch.eye(size, device=device))
-    return _MATRICES[size, device]
+    """The normalized Sylvester matrix ``[size, size]``; size a power of two."""
+    return constant(("hadamard", size), device, lambda: walsh_hadamard(torch.eye(size)))

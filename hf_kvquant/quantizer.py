@@ -94,7 +94,6 @@ def _dequantize_piece(blocks: QuantizedBlocks, spec: TensorSpec, tokens_last: bo
         return
     units = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
     scale, zero = read_scale(blocks, spec, out.device), read_zero(blocks, spec)
-    fmt, grouped = spec.number_format, _grouped(units, spec)
     covered = 0
     for segment, (start, stop), planes in _segment_planes(blocks, spec, out.shape[-1]):
         if tokens_last:
@@ -105,11 +104,14 @@ def _dequantize_piece(blocks: QuantizedBlocks, spec: TensorSpec, tokens_last: bo
         if spec.widths:
             units[..., start:stop].sub_(segment.offset(True)).mul_(segment.step)
         covered = stop
-    units[..., covered:].zero_()
-    if not spec.widths:
+    if spec.widths:
+        units[..., covered:].zero_()
+    else:  # one grid for all channels: its step and offset fold into scale and zero point, which saves a pass
+        fmt = spec.number_format
         offset = fmt.offset(bool(spec.symmetric))
         scale = scale * fmt.step
         zero = scale * -offset if offset else zero
+    grouped = _grouped(units, spec)
     grouped.mul_(spread(scale))
     if zero is not None:
         grouped.add_(spread(zero))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvquant.exact import power_of_two
+from hf_kvquant.exact import constant, power_of_two
 
 _EXPONENT_RANGE = (-100, 127)
 _LOG_ZERO, _LOG_NAN, _LOG_LOW, _LOG_HIGH = -128, -127, -126, 127
@@ -90,17 +90,14 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
 ZERO_FORMATS = ("fp16", "fp32", "int8")
 
 
-_LEVELS: dict[tuple[int, float, torch.device], torch.Tensor] = {}
-
-
 def _log_levels(steps: int, above: float, device: torch.device) -> torch.Tensor:
-    """The scales of codes -126 .. 127, or what lies ``above`` steps above them; computed once, in double precision."""
-    key = (steps, above, device)
-    if key not in _LEVELS:
-        levels = [2.0 ** ((code - _LOG_HIGH + above) / steps) for code in range(_LOG_LOW, _LOG_HIGH + 1)]
-        with torch.inference_mode(False):
-            _LEVELS[key] = torch.tensor(levels, device=device)
-    return _LEVELS[key]
+    """The scales of codes -126 .. 127, or what lies ``above`` steps above them, computed in double precision."""
+
+    def build() -> torch.Tensor:
+        codes = range(_LOG_LOW, _LOG_HIGH + 1)
+        return torch.tensor([2.0 ** ((code - _LOG_HIGH + above) / steps) for code in codes])
+
+    return constant(("log levels", steps, above), device, build)
 
 
 def largest_finite(magnitude: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ class TensorState:
         if self.unrotated is not None:
             self.unrotated.unrotate_(raw, rows, position)
         elif rotary is not None and self.spec.center == "rope":
-            unrotate = functools.partial(_unrotate, rotary, rows, position)
+            unrotate = functools.partial(rotary.unrotate_, rows=rows, start=position)
         found = calibrate(raw, self.spec, None if rotary is None else rotary.layout, unrotate, energy)
         if self.tables is None:
             assert self.window is not None
@@ -182,32 +182,35 @@ class TensorState:
             dequantize(blocks, self.spec, self.tokens_last, out.unflatten(2, (len(valid), length)))
             return
         pieces = max(1, CHUNK_ELEMENTS * len(valid) // max(1, out.numel()))
+        start = 0
         for first in range(0, len(valid), pieces):
             piece = slice(first, first + pieces)
-            tokens = self._restored(
-                blocks.map(lambda tensor, piece=piece: tensor[:, :, piece]), steps, rows, valid[piece], length, position
-            )
-            start = sum(valid[:first])
-            copy_saturating(out[:, :, start : start + tokens.shape[2]], tokens)
-            position += tokens.shape[2]
+            target = out[:, :, start : start + sum(valid[piece])]
+            some = blocks.map(lambda tensor, piece=piece: tensor[:, :, piece])
+            tokens = self._restored(some, steps, rows, valid[piece], length, position + start, target)
+            if tokens is not target:
+                copy_saturating(target, tokens)
+            start += target.shape[2]
 
     def _restored(
-        self, blocks: QuantizedBlocks, steps: list[Step], rows: slice, valid: list[int], length: int, position: int
+        self,
+        blocks: QuantizedBlocks,
+        steps: list[Step],
+        rows: slice,
+        valid: list[int],
+        length: int,
+        position: int,
+        target: torch.Tensor,
     ) -> torch.Tensor:
-        """The valid tokens of a few blocks ``[B, K, sum(valid), D]`` as they were delivered, fp32."""
-        assert self.window is not None
-        batch, heads = blocks.planes[0].shape[:2]
-        lossless = self.spec.number_format.lossless
-        tokens = torch.empty(
-            batch,
-            heads,
-            len(valid) * length,
-            self.window.shape[3],
-            device=self.window.device,
-            dtype=self.window.dtype if lossless and self.unrotated is None else torch.float32,
-        )
+        """The valid tokens of a few blocks ``[B, K, sum(valid), D]`` as they were delivered, fp32; in ``target`` itself
+        where that has their dtype and the steps work in place."""
+        whole, lossless = min(valid) == length, self.spec.number_format.lossless
+        dtype = target.dtype if lossless and self.unrotated is None else torch.float32
+        tokens = target
+        if not whole or target.dtype != dtype:
+            tokens = target.new_empty(*target.shape[:2], len(valid) * length, target.shape[3], dtype=dtype)
         dequantize(blocks, self.spec, self.tokens_last, tokens.unflatten(2, (len(valid), length)))
-        if min(valid) < length:
+        if not whole:
             kept = [index * length + token for index, count in enumerate(valid) for token in range(count)]
             tokens = tokens.index_select(2, torch.tensor(kept, device=tokens.device))
         for step in reversed(steps):
@@ -221,7 +224,3 @@ class TensorState:
         self.tables = None if self.tables is None else self.tables.map(function)
         self.sinks = None if self.sinks is None else function(self.sinks)
         self.window = None if self.window is None else function(self.window)
-
-
-def _unrotate(rotary: LayerRotary, rows: Rows, position: int, tokens: torch.Tensor) -> None:
-    rotary.unrotate_(tokens, rows, position)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -126,7 +127,7 @@ def _default(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) ->
     """The default configuration; a few types refuse their own, and some refuse small values beside large ones."""
     try:
         return config_class()
-    except Exception:  # huggingface_hub's validation error is no ValueError
+    except (ValueError, StrictDataclassError):
         return config_class(**overrides)
 
 

@@ -141,8 +141,7 @@ class Channels:
 
     def invert(self, y: torch.Tensor, start: int = 0) -> torch.Tensor:
         if self.order is not None:
-            place = self.order.long().argsort(-1)[:, :, None].expand_as(y)
-            y = y.gather(-1, place)
+            y = torch.empty_like(y).scatter_(-1, self._places(y), y)
         return y.mul_(self.deviation[:, :, None])
 
     def fold_query(self, q: torch.Tensor) -> torch.Tensor:
@@ -152,7 +151,12 @@ class Channels:
         return self.invert(output.clone())
 
     def _sorted(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.order is None else x.gather(-1, self.order.long()[:, :, None].expand_as(x))
+        return x if self.order is None else x.gather(-1, self._places(x))
+
+    def _places(self, x: torch.Tensor) -> torch.Tensor:
+        """The channel of each stored place, for every token of ``x [B, K, T, D]``."""
+        assert self.order is not None
+        return self.order.long()[:, :, None].expand_as(x)
 
 
 Step = Centre | Hadamard | Channels
@@ -219,7 +223,7 @@ def calibrate(
         tables.deviation = variance.sqrt() * unit
         tables.importance = seen if spec.clip == "mse" else None
         if spec.widths is not None:
-            order = torch.argsort(seen.sqrt(), dim=-1, descending=True, stable=True)
+            order = seen.argsort(dim=-1, descending=True, stable=True)
             tables.order, tables.importance = order.to(torch.int16), seen.gather(-1, order)
     return tables
 

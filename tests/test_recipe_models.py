@@ -14,19 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_kvquant import PRESETS, QuantizedKVCache, attach
 from tests import reference, tiny
+from tests.test_architectures import SMALL
 from tests.test_recipe import pairs_of, relative_rms
 from tests.tolerances import TOLERANCES
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+FIELDS = SMALL | {"num_hidden_layers": 1, "initializer_range": 0.3}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "head_dim 80": ("LlamaConfig", {"head_dim": 80}),
     "head_dim 96": ("LlamaConfig", {"head_dim": 96}),
@@ -55,7 +47,7 @@ class Recording(QuantizedKVCache):
 def build(name: str) -> Any:
     config_class, fields = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**SMALL | fields)).eval()
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**FIELDS | fields)).eval()
     if "bias" in name:
         bias = model.model.layers[0].self_attn.k_proj.bias.data
         bias.copy_(torch.nn.functional.normalize(torch.randn_like(bias), dim=0) * 600)
