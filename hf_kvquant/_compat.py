@@ -40,6 +40,17 @@ def with_attention(config: Any, name: str) -> Any:
     return config
 
 
+def attention_of(module: torch.nn.Module) -> str | None:
+    """The attention implementation that the configuration of ``module`` names; None where there is none."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def set_attention(module: Any, name: str) -> None:
+    """Name another attention function in the configuration of ``module`` alone: the public setter would also rename it
+    in the sub-configurations, such as a vision tower's."""
+    module.config._attn_implementation_internal = name
+
+
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """Field ``name`` of ``config``; None where it has none, or where its layers differ in it (Gemma 4's head_dim): such
     a field raises a RuntimeError of transformers' own."""
@@ -82,6 +93,7 @@ def move_layer(layer: Any, device: torch.device | str) -> None:
 
 __all__ = [
     "CacheLayerMixin",
+    "attention_of",
     "cache_argument",
     "config_value",
     "forget_states",
@@ -89,5 +101,6 @@ __all__ = [
     "map_tensors",
     "move_layer",
     "native_layers",
+    "set_attention",
     "with_attention",
 ]

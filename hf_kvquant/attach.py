@@ -16,11 +16,15 @@ import functools
 import inspect
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import EncoderDecoderCache
 
+from hf_kvquant._compat import attention_of
+from hf_kvquant.attention import interface
+from hf_kvquant.attention.backends import Choice, choose
 from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.probing import probe
 from hf_kvquant.queries import read_queries
@@ -43,21 +47,31 @@ class _CaptureHook:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        interface.register()  # the configuration of the pickled model names our attention
+
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         name = next((name for name in _CACHE_NAMES if arguments.get(name) is not None), None)
         cache = None if name is None else _quantized(arguments[name])
-        if name is None or cache is None or not cache.wants_attention:
+        if name is None or cache is None:
             self._warn_if_dropped(module, arguments)
             return
+        cache.pending = replace(self._pending(module, arguments, name, cache), attends=_attends(module))
+        self._remember(module, cache)
+
+    def _pending(
+        self, module: torch.nn.Module, arguments: dict[str, Any], name: str, cache: QuantizedKVCache
+    ) -> Pending:
+        queries = functools.partial(read_queries, module, arguments, name)
+        if not cache.wants_rotation:
+            return Pending(None, "", queries)
         if self.layout is None and self.reason is None:
             self._probe(module, arguments, name)
-        queries = functools.partial(read_queries, module, arguments, name)
         if self.layout is None:
-            cache.pending = Pending(None, self.reason or "", queries)
-        else:
-            cache.pending = Pending.of(self.layout, arguments["position_embeddings"], queries)
-        self._remember(module, cache)
+            return Pending(None, self.reason or "", queries)
+        return Pending.of(self.layout, arguments["position_embeddings"], queries)
 
     def release(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: what the cache did not take in the call (cross-attention, shared layers) is not left on it, or
@@ -100,6 +114,10 @@ class _CaptureHook:
             )
 
 
+def _attends(module: torch.nn.Module) -> bool:
+    return interface.parse(attention_of(module)) is not None
+
+
 def _longrope_boundary(module: torch.nn.Module) -> int:
     config = getattr(module, "config", None)
     boundary = getattr(config, "original_max_position_embeddings", None)
@@ -136,10 +154,22 @@ def _takes_cache(module: torch.nn.Module) -> bool:
 class AttachHandle:
     """What :func:`attach` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block."""
 
-    def __init__(self, modules: list[torch.nn.Module]):
+    def __init__(self, modules: list[torch.nn.Module], backend: Choice):
+        self.backend = backend
         self._modules = modules
-        for module in modules:
+        self._obstacles = [interface.obstacle(module) for module in modules]
+        for module, obstacle in zip(modules, self._obstacles, strict=True):
             _hook_of(module).uses += 1
+            if backend.name != "full" and not obstacle:
+                interface.switch(module, backend.name)
+
+    def summary(self) -> str:
+        """How decode steps attend, and which layers cannot attend to codes, for what reason; one line each."""
+        lines = [f"decode attention: {self.backend.name} ({self.backend.reason})"]
+        for reason in dict.fromkeys(each for each in self._obstacles if each):
+            layers = [str(index) for index, each in enumerate(self._obstacles) if each == reason]
+            lines.append(f"attention modules {', '.join(layers)}: over full tensors, because {reason}")
+        return "\n".join(lines)
 
     def detach(self) -> None:
         """Remove the hooks, unless another attachment of the same model is still in force. A second call does
@@ -155,6 +185,7 @@ class AttachHandle:
                 hook = hooks.pop(key)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 _remove_release(module, hook)
+                interface.restore(module)
 
     def __enter__(self) -> AttachHandle:
         return self
@@ -181,8 +212,8 @@ def _remove_release(module: torch.nn.Module, capture: Any) -> None:
             module._forward_hooks_with_kwargs.pop(key, None)
 
 
-def attach(model: torch.nn.Module) -> AttachHandle:
-    """Let quantized caches with ``pre_rope=True`` store the keys of ``model`` before RoPE.
+def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
+    """Let quantized caches see how ``model`` rotates its keys, and let its decode steps attend to their packed codes.
 
     Use as a context manager, or keep the handle and call ``detach()``. Attaching twice is the same as once, with as
     many detachments. A multimodal model has the attention of its text decoder attached. With any other cache the
@@ -190,10 +221,14 @@ def attach(model: torch.nn.Module) -> AttachHandle:
 
     Args:
         model: a transformers model, or a module that holds one (PEFT, accelerate).
+        backend: how decode steps attend: "compiled" (torch.compile), "reference" (an fp32 oracle, slow), "full" (the
+            model's own attention over full tensors), or "auto": compiled on a CPU with a C++ compiler, else full. The
+            handle says what was chosen and why (``handle.summary()``).
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: no module in it takes a cache.
+        ValueError: no module in it takes a cache, or there is no such backend.
+        RuntimeError: the backend asked for cannot run here.
 
     Source: pre-RoPE keys as in KVQuant (Hooper et al. 2024, arXiv 2401.18079, section 3.2).
     """
@@ -205,4 +240,8 @@ def attach(model: torch.nn.Module) -> AttachHandle:
             f"model={type(model).__name__} is not valid: no module in it has a layer_idx and takes a cache; pass a "
             "transformers model with attention layers"
         )
-    return AttachHandle(modules)
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    choice = choose(backend, device)
+    if backend == "auto" and choice.name == "full" and device.type == "cpu":
+        warnings.warn(f"decode attention reads full tensors: {choice.reason}", stacklevel=2)
+    return AttachHandle(modules, choice)

@@ -22,6 +22,10 @@ from hf_kvquant.presets import ATTACHED_DEFAULT, DEFAULT_PRESET, resolve
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
 from hf_kvquant.spec import TensorSpec, invalid
 
+# Decode steps of an attached model read codes from this length on; see benchmarks/results/attention.md.
+MIN_LENGTH = 512
+MAX_NEW_TOKENS = 16
+
 
 class QuantizedKVCache(Cache):
     """A drop-in KV cache that stores the past in few bits.
@@ -114,7 +118,17 @@ class QuantizedKVCache(Cache):
         if self.quantization.needs_attach and isinstance(layer, QuantizedLayer):
             layer.check(key_states, value_states)
             self._capture_rotation(layer, pending, key_states)
+        if pending is not None and pending.attends and self._pays(layer, key_states):
+            return layer.update_for_attention(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _pays(self, layer: Any, key_states: torch.Tensor) -> bool:
+        """Whether attention is to read the codes of ``layer`` for these new tokens."""
+        if not isinstance(layer, QuantizedLayer) or self.offloading or torch.compiler.is_compiling():
+            return False
+        if key_states.requires_grad and torch.is_grad_enabled():
+            return False
+        return key_states.shape[2] <= MAX_NEW_TOKENS and layer.length >= MIN_LENGTH and layer.has_blocks
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
         """In one forward of a decoder every later layer is still as long as this one; not so when cross-attention
@@ -147,8 +161,8 @@ class QuantizedKVCache(Cache):
             self.padding_source = "position_ids"
 
     @property
-    def wants_attention(self) -> bool:
-        """Whether the hooks of an attached model have to show this cache the attention calls."""
+    def wants_rotation(self) -> bool:
+        """Whether the hooks of an attached model have to show this cache how keys are rotated."""
         return self.is_default or self.quantization.needs_attach
 
     def _choose_default(self, attached: bool) -> None:

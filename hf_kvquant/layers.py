@@ -21,13 +21,14 @@ Decisions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.energies import QueryEnergies
+from hf_kvquant.past import Past, PastTensor, row_groups
 from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.storage import RowState, TensorState, storing
 
@@ -96,15 +97,50 @@ class QuantizedLayer(CacheLayerMixin):
         Raises:
             ValueError: shape, dtype or device differ from what the layer holds.
         """
+        self._prepare(key_states, value_states)
+        full = (key_states, value_states)
+        if self.length:
+            past = self._past(key_states, value_states)
+            full = past.read(0), past.read(1)
+        self._append(key_states, value_states)
+        return full
+
+    def update_for_attention(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`update`, but return handles to what is held instead of full tensors (:class:`PastTensor`)."""
+        self._prepare(key_states, value_states)
+        self._make_room(key_states.shape[2])
+        past = self._past(key_states, value_states)
+        keys, values = self._append(key_states, value_states)
+        past.recent = (keys,), (values,)
+        return PastTensor(past, 0), PastTensor(past, 1)
+
+    @storing
+    def _make_room(self, new_tokens: int) -> None:
+        """Let storage be larger than what it holds, as it is most of the time: attention is compiled for views with
+        room behind them, and would be compiled again for a tensor that ends where its storage does."""
+        needed = self.length - self.window_start + new_tokens
+        for state in (self.key_state, self.value_state):
+            state.packed.make_room(max(len(row.blocks) for row in self.rows))
+            assert state.window is not None
+            if state.window.shape[2] <= needed:
+                window = state.window
+                state.window = window.new_empty(*window.shape[:2], needed + needed // 8 + 8, window.shape[3])
+                state.window[:, :, : window.shape[2]] = window
+
+    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.prefetch()
-        full = self._full(key_states, value_states) if self.length else (key_states, value_states)
-        self._append(key_states, value_states)
-        return full
 
     # ---------------------------------------------------------------- lengths
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some row has closed a block."""
+        return any(row.blocks for row in self.rows)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -132,41 +168,28 @@ class QuantizedLayer(CacheLayerMixin):
         """All cached keys and values as new tensors."""
         assert self.key_state.window is not None
         assert self.value_state.window is not None
-        return self._full(self.key_state.window[:, :, :0], self.value_state.window[:, :, :0])
+        past = self._past(self.key_state.window[:, :, :0], self.value_state.window[:, :, :0])
+        return past.read(0), past.read(1)
 
-    def _full(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(self.key_state, key_states), self._read(self.value_state, value_states)
-
-    def _read(self, state: TensorState, new: torch.Tensor) -> torch.Tensor:
-        assert state.window is not None
-        sinks = self.config.sink_length
-        out = new.new_empty(*new.shape[:2], self.length + new.shape[2], new.shape[3])
-        out[:, :, self.window_start : self.length] = state.window[:, :, : self.length - self.window_start]
-        out[:, :, self.length :] = new
-        for rows, row in self._row_groups():
-            if not row.blocks:
-                out[rows, :, : min(row.padding, self.window_start)] = 0
-                continue
-            out[rows, :, : row.padding] = 0
-            start = row.padding + sinks
-            if state.sinks is not None:
-                out[rows, :, row.padding : start] = state.sinks[rows]
-            end = start + sum(row.blocks)
-            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.block_length, start)
-        return out
-
-    def _row_groups(self) -> Iterator[tuple[slice, RowState]]:
-        """Slices of rows that are laid out alike: all of them unless padding differs, then one by one."""
-        if all(row == self.rows[0] for row in self.rows[1:]):
-            yield slice(None), self.rows[0]
-        else:
-            for index, row in enumerate(self.rows):
-                yield slice(index, index + 1), row
+    def _past(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Past:
+        """What is held now, with new tokens behind it."""
+        states, used = (self.key_state, self.value_state), self.length - self.window_start
+        windows = [state.window for state in states if state.window is not None]
+        return Past(
+            states=(states[0].snapshot(), states[1].snapshot()),
+            recent=((windows[0][:, :, :used], key_states), (windows[1][:, :, :used], value_states)),
+            rows=[row.copy() for row in self.rows],
+            window_start=self.window_start,
+            length=self.length + key_states.shape[2],
+            sink_length=self.config.sink_length,
+            block_length=self.block_length,
+        )
 
     # ---------------------------------------------------------------- writing
 
     @storing
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
+        """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before."""
         used = self.length - self.window_start
         states = ((self.key_state, key_states.detach()), (self.value_state, value_states.detach()))
         sources = [self._extended(state, new, used) for state, new in states]
@@ -177,6 +200,7 @@ class QuantizedLayer(CacheLayerMixin):
         for (state, _), source in zip(states, sources, strict=True):
             self._keep_window(state, source, start - self.window_start, exact=first)
         self.window_start = start
+        return sources
 
     @staticmethod
     def _extended(state: TensorState, new: torch.Tensor, used: int) -> torch.Tensor:
@@ -190,7 +214,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _close_blocks(self, sources: list[torch.Tensor]) -> None:
         config, states = self.config, (self.key_state, self.value_state)
-        closable = [(rows, row, self._closable(row)) for rows, row in self._row_groups()]
+        closable = [(rows, row, self._closable(row)) for rows, row in row_groups(self.rows)]
         for rows, row, count in closable:
             if count <= 0:
                 continue
@@ -229,16 +253,15 @@ class QuantizedLayer(CacheLayerMixin):
         """Make ``source`` without its first ``dropped`` tokens the window; capacity exact at prefill, growing by an
         eighth later."""
         assert state.window is not None
-        in_place = source._base is state.window
-        if in_place and not dropped:
+        if source._base is state.window and not dropped:
             return
-        rest = source[:, :, dropped:]
-        needed = rest.shape[2]
-        if needed > state.window.shape[2]:
+        needed, capacity = source.shape[2] - dropped, state.window.shape[2]
+        if needed > capacity:
             limit = self.config.sink_length + self.config.residual_length + self.block_length
             capacity = needed if exact else max(needed, min(limit, needed + needed // 8 + 8))
-            state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
-        state.window[:, :, :needed] = rest.clone() if in_place else rest
+        # A buffer of its own: attention may still read the old one.
+        state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
+        state.window[:, :, :needed] = source[:, :, dropped:]
 
     @storing
     def note_queries(self, read: Callable[[int, int], torch.Tensor | str], key_states: torch.Tensor) -> None:
@@ -324,7 +347,7 @@ class QuantizedLayer(CacheLayerMixin):
         state.window = old.new_zeros(*old.shape[:2], self.length - start, old.shape[3])
         kept = max(0, self.length - old_start)
         state.window[:, :, self.length - start - kept :] = old[:, :, :kept]
-        for rows, row in self._row_groups():
+        for rows, row in row_groups(self.rows):
             if not row.blocks and row.padding < old_start and state.sinks is not None:
                 count = max(0, min(self.config.sink_length, self.length - row.padding))
                 state.window[rows, :, row.padding - start : row.padding - start + count] = state.sinks[rows, :, :count]

@@ -53,12 +53,13 @@ def choose(
     return _best(grouped, stored, spec, segments, importance)
 
 
-def read_scale(blocks: QuantizedBlocks, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Scales as read back, fp32 ``[B, K, n, G/g, D/c]`` (static: broadcastable to it)."""
+def read_scale(blocks: QuantizedBlocks, spec: TensorSpec, device: torch.device, computed: bool = False) -> torch.Tensor:
+    """Scales as read back, fp32 ``[B, K, n, G/g, D/c]`` (static: broadcastable to it); ``computed``: see
+    :meth:`ScaleFormat.decode`."""
     if spec.scale_format == "static":
         return torch.tensor(spec.static_scales, device=device)[:, None, None, None]
     assert blocks.scale is not None
-    scale, power = SCALE_FORMATS[spec.scale_format].decode(blocks.scale), _power(blocks.exponent)
+    scale, power = SCALE_FORMATS[spec.scale_format].decode(blocks.scale, computed), _power(blocks.exponent)
     return scale if power is None else scale * power
 
 

@@ -1,11 +1,12 @@
 """Rotary position embeddings (RoPE, Su et al. 2021, arXiv 2104.09864) as the cache sees them: layout, tables, rotation.
 
 Decision: keys arrive rotated and are *un-rotated* in fp32 when their block closes; reading rotates them again. The
-    angles
-are never recomputed: cos and sin are kept per token as the model applied them, because dynamic NTK and longrope leave
+angles are never
+recomputed: cos and sin are kept per token as the model applied them, because dynamic NTK and longrope leave
 old keys on the frequencies that wrote them. One table serves all layers that were handed the same cos and sin object in
 a forward (one per model as a rule, two where local and global layers differ). Tables hold half the width, one value
-per pair of channels: ``cos, sin [B or 1, T, h]``; one row where all rows agree.
+per pair of channels, tokens innermost as in the planes of keys: ``cos, sin [B or 1, h, T]``; one row where all rows
+agree.
 
 The inverse of a pair ``(a', b') = (a c - b s, b c + a s)`` is ``((a' c + b' s) / n, (b' c - a' s) / n)`` with
 ``n = c^2 + s^2``: dividing by n makes it exact for tables that carry an attention scaling (yarn, longrope) or were
@@ -64,6 +65,30 @@ class RotaryLayout:
             return rotated[..., : self.pairs], rotated[..., self.pairs :]
         return rotated[..., ::2], rotated[..., 1::2]
 
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
+        """The channels of ``x [..., D]`` that are not rotated."""
+        stop = self.offset + 2 * self.pairs
+        if not self.offset:
+            return x[..., stop:]
+        return torch.cat([x[..., : self.offset], x[..., stop:]], -1)
+
+    def reorder(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [..., D]`` with its channels in the order: first of all pairs, second of all pairs, the rest."""
+        return torch.cat([*self.parts(x), self.rest(x)], -1)
+
+    def dot_terms(self, q: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the dot product of q with rotated x is made of: ``q . R x = along . cos + across . sin + rest``.
+
+        Args:
+            q, x: ``[..., D]``, broadcastable.
+
+        Returns:
+            ``along, across [..., h]`` and ``rest [..., 1]``.
+        """
+        (qa, qb), (xa, xb) = self.parts(q), self.parts(x)
+        rest = (self.rest(q) * self.rest(x)).sum(-1, keepdim=True)
+        return qa * xa + qb * xb, (qb * xa - qa * xb) * self.sign, rest
+
     def rotate_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate fp32 ``x [..., T, D]`` in place by fp32 ``cos, sin [..., T, h]``."""
         first, second = self.parts(x)
@@ -81,7 +106,7 @@ class RotaryLayout:
 
 @dataclass
 class RotaryTable:
-    """cos and sin of every cached token, ``[B or 1, capacity, h]``, grown in place by an eighth."""
+    """cos and sin of every cached token, ``[B or 1, h, capacity]``, grown in place by an eighth."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -92,7 +117,7 @@ class RotaryTable:
 
     @classmethod
     def empty_like(cls, cos: torch.Tensor, source: int) -> RotaryTable:
-        empty = cos.new_empty(1, 0, cos.shape[-1])
+        empty = cos.new_empty(1, cos.shape[-1], 0)
         return cls(empty, empty, source=source)
 
     def append(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -104,17 +129,18 @@ class RotaryTable:
                 rows = cos.shape[0]
                 self.apply(lambda table: table.expand(rows, -1, -1).clone())
         end = self.length + cos.shape[1]
-        if end > self.cos.shape[1]:
-            capacity = end if not self.length else max(end, self.cos.shape[1] + self.cos.shape[1] // 8)
+        if end > self.cos.shape[2]:
+            capacity = end if not self.length else max(end, self.cos.shape[2] + self.cos.shape[2] // 8)
             self.apply(lambda table: _resized(table, capacity, self.length))
-        self.cos[:, self.length : end] = cos
-        self.sin[:, self.length : end] = sin
+        self.cos[:, :, self.length : end] = cos.transpose(1, 2)
+        self.sin[:, :, self.length : end] = sin.transpose(1, 2)
         self.length = end
 
     def rows_at(self, rows: slice | list[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``cos, sin [rows or 1, 1, tokens, h]`` of the tokens ``start .. end``."""
         chosen = slice(None) if self.cos.shape[0] == 1 else rows
-        return self.cos[chosen, None, start:end].float(), self.sin[chosen, None, start:end].float()
+        cos, sin = (table[chosen, None, :, start:end].transpose(-1, -2) for table in (self.cos, self.sin))
+        return cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
 
     def select(self, choose: Callable[[int], torch.Tensor]) -> None:
         """Keep the rows ``choose(batch size)``; one common row stays common."""
@@ -137,6 +163,13 @@ class LayerRotary:
         """Rotate fp32 ``x [rows, K, tokens, D]``, the cached tokens from ``start`` on, in place."""
         self.layout.rotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
 
+    def dot(self, q: torch.Tensor, x: torch.Tensor, rows: slice | list[int], start: int, count: int) -> torch.Tensor:
+        """``q [rows, K, R, D] . R_n x`` for ``x [rows, K, D]`` at the cached tokens ``start .. start + count``:
+        ``[rows, K, R, count]``, fp32."""
+        cos, sin = (table.transpose(-1, -2) for table in self.table.rows_at(rows, start, start + count))
+        along, across, rest = self.layout.dot_terms(q, x[:, :, None])
+        return along @ cos + across @ sin + rest
+
     def unrotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
         self.layout.unrotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
 
@@ -152,6 +185,7 @@ class Pending:
             seen.
         cos, sin: tables of the new tokens.
         source: identifies the tables: layers of one forward that share it are one group.
+        attends: the module attends through our attention interface, which takes handles for keys and values.
     """
 
     layout: RotaryLayout | None
@@ -160,6 +194,7 @@ class Pending:
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     source: int = 0
+    attends: bool = False
 
     @classmethod
     def of(
@@ -205,6 +240,6 @@ class RotaryTables:
 
 
 def _resized(table: torch.Tensor, capacity: int, used: int) -> torch.Tensor:
-    larger = table.new_empty(table.shape[0], capacity, table.shape[2])
-    larger[:, :used] = table[:, :used]
+    larger = table.new_empty(*table.shape[:2], capacity)
+    larger[:, :, :used] = table[:, :, :used]
     return larger

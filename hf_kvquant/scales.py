@@ -67,10 +67,15 @@ class ScaleFormat:
             return scale
         return (-round_down(-scale, self.dtype).float()).to(self.dtype) if up else scale.to(self.dtype)
 
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Inverse of :meth:`encode`, fp32."""
+    def decode(self, stored: torch.Tensor, computed: bool = False) -> torch.Tensor:
+        """Inverse of :meth:`encode`, fp32. ``computed``: logarithmic scales by an exponential instead of a table, which
+        compiled code can vectorize; the last bit may differ."""
         if not self.steps:
             return stored.float()
+        if computed:
+            code = stored.float()
+            scale = torch.exp2((code - _LOG_HIGH) / self.steps)
+            return torch.where(code == _LOG_ZERO, 0.0, torch.where(code == _LOG_NAN, torch.nan, scale))
         levels = _log_levels(self.steps, 0.0, stored.device)
         special = torch.tensor([0.0, torch.nan], device=stored.device)
         return torch.cat([special, levels])[stored.int() - _LOG_ZERO]

@@ -36,7 +36,7 @@ from hf_kvquant.transforms import Tables, calibrate
 if TYPE_CHECKING:
     from hf_kvquant.cache import QuantizedKVCache
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HEADER = "hf_kvquant"
 _MODEL_FIELDS = (
     "model_type",
@@ -279,14 +279,14 @@ def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
 
 def _tables_to_tensors(tables: list[RotaryTable], tensors: Tensors) -> int:
     for index, table in enumerate(tables):
-        tensors[f"rotary.{index}.cos"] = table.cos[:, : table.length]
-        tensors[f"rotary.{index}.sin"] = table.sin[:, : table.length]
+        tensors[f"rotary.{index}.cos"] = table.cos[:, :, : table.length]
+        tensors[f"rotary.{index}.sin"] = table.sin[:, :, : table.length]
     return len(tables)
 
 
 def _table(tensors: Tensors, index: int) -> RotaryTable:
     cos, sin = tensors[f"rotary.{index}.cos"], tensors[f"rotary.{index}.sin"]
-    return RotaryTable(cos, sin, cos.shape[1])
+    return RotaryTable(cos, sin, cos.shape[2])
 
 
 def _rotary_to_json(layer: Any, tables: list[RotaryTable]) -> Json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class PackedBlocks:
         assert self.held is not None
         for target, source in zip(self.held.named().values(), blocks.named().values(), strict=True):
             target[rows, :, start:end] = source
+
+    def make_room(self, count: int) -> None:
+        """Grow, as for another block, where exactly ``count`` fit."""
+        if self.held is not None and count == self.capacity:
+            self._resize(max(count + 1, count + count // 8))
 
     def read(self, rows: slice, count: int) -> QuantizedBlocks:
         """Views of the first ``count`` blocks of ``rows``."""
@@ -119,6 +124,10 @@ class TensorState:
     tables: Tables | None = None
     sinks: torch.Tensor | None = None
     window: torch.Tensor | None = None
+
+    def snapshot(self) -> TensorState:
+        """The same, unmoved by later growth."""
+        return replace(self, packed=PackedBlocks(self.packed.held))
 
     @property
     def unrotated(self) -> LayerRotary | None:

@@ -95,7 +95,9 @@ class Centre:
 
     def score_term(self, q: torch.Tensor, start: int, count: int) -> torch.Tensor:
         """``[B, K, R, D]`` queries -> ``[B, K, R, count or 1]`` to add to the scores."""
-        return q @ self.at(start, count).transpose(-1, -2)
+        if self.rotary is None:
+            return q @ self.mean[..., None]
+        return self.rotary.dot(q, self.mean, self.rows, start, count)
 
     def fold_output(self, output: torch.Tensor) -> torch.Tensor:
         if self.rotary is not None:

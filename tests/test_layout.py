@@ -21,16 +21,25 @@ ORDER = [
     "presets",
     "blocks",
     "ranges",
+    "planes",
     "quantizer",
     "rotary",
     "transforms",
     "storage",
+    "past",
     "energies",
     "layers",
     "memory",
     "serialization",
     "cache",
     "probing",
+    "attention.plan",
+    "attention.codes",
+    "attention.decode",
+    "attention.reference",
+    "attention.compiled",
+    "attention.backends",
+    "attention.interface",
     "queries",
     "attach",
     "calibration",
@@ -47,7 +56,7 @@ ORDER = [
 
 def imported(name: str) -> set[str]:
     """Modules of the package that ``name`` imports at run time."""
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    tree = ast.parse(path_of(name).read_text())
     typing_only = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     ]
@@ -60,13 +69,18 @@ def imported(name: str) -> set[str]:
             or not (node.module or "").startswith("hf_kvquant")
         ):
             continue
-        parts = (node.module or "").split(".")
-        found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        inside = (node.module or "").removeprefix("hf_kvquant").lstrip(".")
+        found |= {inside, *(f"{inside}.{alias.name}".lstrip(".") for alias in node.names)}
     return found & set(ORDER)
 
 
+def path_of(name: str) -> Path:
+    return PACKAGE / f"{name.replace('.', '/')}.py"
+
+
 def test_every_module_has_its_place() -> None:
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ORDER, "__init__"}
+    found = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    assert found == {*ORDER, "__init__", "attention.__init__"}
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -76,7 +90,7 @@ def test_modules_import_only_those_above(name) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ORDER if name != "cli"])
 def test_only_the_command_line_prints(name) -> None:
-    calls = [node for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(path_of(name).read_text())) if isinstance(node, ast.Call)]
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, Qwen3NextConfig
 
 from hf_kvquant import QuantizedKVCache, serialization
+from hf_kvquant.serialization import FORMAT_VERSION
 from tests.test_cache import LLAMA, UNATTACHED, filled, states
 
 
@@ -112,15 +113,19 @@ def test_a_header_that_is_no_mapping(path, text) -> None:
 
 def test_a_newer_file(path) -> None:
     filled().save(path)
-    rewrite(path, lambda header, _: header.update(format_version=3))
-    with pytest.raises(ValueError, match="has format_version=3, this hf_kvquant reads 2; upgrade"):
+    rewrite(path, lambda header, _: header.update(format_version=FORMAT_VERSION + 1))
+    with pytest.raises(
+        ValueError, match=f"has format_version={FORMAT_VERSION + 1}, this hf_kvquant reads {FORMAT_VERSION}; upgrade"
+    ):
         QuantizedKVCache.load(path, LLAMA)
 
 
 def test_an_older_file(path) -> None:
     filled().save(path)
     rewrite(path, lambda header, _: header.update(format_version=1))
-    with pytest.raises(ValueError, match="has format_version=1, this hf_kvquant reads 2; save the cache again"):
+    with pytest.raises(
+        ValueError, match=f"has format_version=1, this hf_kvquant reads {FORMAT_VERSION}; save the cache again"
+    ):
         QuantizedKVCache.load(path, LLAMA)
 
 

@@ -1,0 +1,104 @@
+"""Which code attends to packed codes: the registry, and the choice ``auto`` makes.
+
+Decision: a backend is a function with the signature of :func:`hf_kvquant.attention.reference.decode`. ``auto`` takes
+the compiled one where it was measured to pay, a CPU with a C++ compiler, and says why where it does not; a backend
+asked for by name runs or raises. ``full`` is no backend but the absence of one: the model's own attention over full
+tensors, as without ``attach``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvquant.attention import reference
+from hf_kvquant.attention.compiled import CompiledDecode, compiler
+from hf_kvquant.attention.plan import additive_masks, plan_of, refusal, tensors_of
+from hf_kvquant.past import Past
+from hf_kvquant.spec import check_choice
+
+Backend = Callable[[torch.Tensor, Past, float, float, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+_run = CompiledDecode()
+
+
+def compiled(
+    query: torch.Tensor,
+    past: Past,
+    scaling: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    auxiliary: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`hf_kvquant.attention.reference.decode`, straight from the codes, one new token after the other.
+
+    Raises:
+        ValueError: these codes cannot be attended to directly; see :func:`hf_kvquant.attention.plan.refusal`.
+    """
+    reason = refusal(past)
+    if reason:
+        raise ValueError(f"backend='compiled' is not valid here: {reason}; choose 'auto'")
+    count = query.shape[2]
+    steps = []
+    for index in range(count):
+        recent = past.length - past.window_start - (count - 1 - index)
+        own = _row_mask(mask, index, past.window_start + recent)
+        plan = plan_of(past, query.shape[1], scaling, softcap, own is not None, auxiliary is not None)
+        tensors = {"query": query[:, :, index : index + 1].contiguous()} | tensors_of(past, plan, recent)
+        if plan.masked:
+            tensors["mask.blocks"], tensors["mask.exact"] = additive_masks(past, own, recent)
+        if auxiliary is not None:
+            tensors["auxiliary"] = auxiliary
+        steps.append(_run(plan, tensors))
+    return steps[0] if count == 1 else torch.cat(steps, 1)
+
+
+def _row_mask(mask: torch.Tensor | None, index: int, total: int) -> torch.Tensor | None:
+    """The mask ``[B or 1, total]`` of one new token; None where it hides nothing (asked on CPU only, where it is
+    cheap)."""
+    if mask is None:
+        return None
+    own = mask[:, 0, index, :total]
+    if own.device.type != "cpu":
+        return own
+    hides = not own.all() if own.dtype == torch.bool else bool(own.any())
+    return own if hides else None
+
+
+BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend (or "full") and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose(requested: str, device: torch.device) -> Choice:
+    """The backend for a model on ``device``.
+
+    Args:
+        requested: "auto", "full", or a name in ``BACKENDS``.
+        device: of the model.
+
+    Raises:
+        ValueError: unknown name.
+        RuntimeError: the backend asked for cannot run here.
+    """
+    check_choice("backend", requested, ("auto", "full", *BACKENDS))
+    has_compiler = device.type != "cpu" or bool(compiler())
+    if requested == "compiled" and not has_compiler:
+        raise RuntimeError(
+            "backend='compiled' is not valid: no C++ compiler was found (g++ or clang++ on the path, or CXX); install "
+            "one, or choose 'auto'"
+        )
+    if requested != "auto":
+        return Choice(requested, "asked for")
+    if device.type != "cpu":
+        return Choice("full", f"compiled decode attention is measured on CPU only, the model is on {device.type}")
+    if not has_compiler:
+        return Choice("full", "no C++ compiler was found (g++ or clang++ on the path, or CXX)")
+    return Choice("compiled", f"CPU with a C++ compiler ({compiler()})")

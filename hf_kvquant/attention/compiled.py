@@ -1,0 +1,145 @@
+"""The step of :mod:`hf_kvquant.attention.decode`, compiled by torch.compile, one function per plan.
+
+Decision: ``fullgraph`` and dynamic in batch, blocks and recent tokens; heads, head dimensions and the layout of a block
+are pinned, which lets inductor vectorize without remainder loops. Each plan gets a code object of its own, so that
+formats do not count against each other's recompilation limit. Contraction of multiply and add is allowed, which
+inductor forbids by default: 1.4 times as fast (2.6 against 3.7 ms for scores of 16,384 tokens, 32 heads of 128) and
+rounds once instead of twice.
+
+Compiling takes some ten seconds per plan the first time on a machine; inductor keeps the result on disk
+(``TORCHINDUCTOR_CACHE_DIR``), and the next process loads it in one or two.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as shape_config
+from tqdm import tqdm
+
+from hf_kvquant.attention.decode import decode
+from hf_kvquant.attention.plan import Plan
+from hf_kvquant.transforms import Hadamard
+
+_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "guard_filter_fn": lambda guards: [guard.guard_type == "SHAPE_ENV" for guard in guards],
+}
+# Dimensions that a plan fixes, by the last part of a tensor's name; batch, blocks and recent tokens stay dynamic.
+_PINNED = {
+    "query": (1, 2, 3),
+    "recent": (1, 3),
+    "sinks": (1, 2, 3),
+    "scale": (3, 4),
+    "zero": (3, 4),
+    "mean": (1, 2),
+    "deviation": (1, 2),
+    "order": (1, 2),
+    "cos": (1,),
+    "sin": (1,),
+    "auxiliary": (0,),
+}
+_PLANE = (1, 3, 4)
+# Tensors that are contiguous at every step; the others are views of storage with room behind their blocks or tokens.
+_CONTIGUOUS = frozenset(("query", "sinks", "mean", "deviation", "order", "auxiliary", "blocks", "exact"))
+# Numbers of the plan are constants (torch would make them inputs), and sizes that happen to be equal are not tied.
+_STATIC = dynamo_config.patch(specialize_int=True, specialize_float=True)
+_DISTINCT = shape_config.patch(use_duck_shape=False)
+
+
+def compiler() -> str:
+    """The C++ compiler that inductor would use; empty if there is none."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        name = get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return ""
+    return name if shutil.which(name) else ""
+
+
+class CompiledDecode:
+    """Compiled steps by plan, names of tensors, and which of their sizes are 1 (torch compiles for that apart)."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Hashable, Callable[..., torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """``[B, 1, H, Dv]``; see :func:`hf_kvquant.attention.decode.decode`."""
+        key = plan, tuple(tensors), _single(tensors)
+        step = self._steps.get(key)
+        if step is None:
+            with self._lock, _notice(plan), _STATIC, _DISTINCT:
+                step = _compiled(plan, tensors)
+                step(*_examples(tensors))
+            self._steps[key] = step
+        return step(*tensors.values())
+
+
+def _single(tensors: dict[str, torch.Tensor]) -> tuple[bool, ...]:
+    """Whether batch, blocks and recent tokens are one."""
+    sizes = (tensors["query"].shape[0], tensors["key.planes.0"].shape[2], tensors["key.recent"].shape[2])
+    return tuple(size == 1 for size in sizes)
+
+
+def _examples(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the views to compile with, whose strides stand in no simple relation to their sizes: torch would take
+    one for a rule."""
+    return [tensor if name.rsplit(".", 1)[-1] in _CONTIGUOUS else _roomy(tensor) for name, tensor in tensors.items()]
+
+
+def _roomy(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.shape[2]
+    return tensor.new_zeros(*tensor.shape[:2], size + 3, *tensor.shape[3:])[:, :, :size].copy_(tensor)
+
+
+def _compiled(plan: Plan, tensors: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
+    names = tuple(tensors)
+    if plan.key.rotation or plan.value.rotation:  # constants are made outside the graph, or they are made in each step
+        for size in plan.head_dims:
+            Hadamard().fold_query(torch.zeros(size, device=tensors["query"].device))
+    pinned = tuple((name, dim, tensor.shape[dim]) for name, tensor in tensors.items() for dim in _pinned(name, tensor))
+
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        found = dict(zip(names, given, strict=True))
+        for name, dim, size in pinned:
+            torch._check(found[name].shape[dim] == size)
+        return decode(plan, found)
+
+    own = types.FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=True, options=_OPTIONS)
+
+
+def _pinned(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    return _PLANE if ".planes." in name else _PINNED.get(name.rsplit(".", 1)[-1], ())
+
+
+@contextmanager
+def _notice(plan: Plan) -> Iterator[None]:
+    """One line on stderr with the seconds passing, for as long as a plan is compiled or loaded."""
+    label = f"hf-kvquant: compiling decode attention ({plan.key.format} keys, {plan.value.format} values), kept on disk"
+    with tqdm(total=None, desc=label, bar_format="{desc}: {elapsed}", leave=False, delay=1.0) as bar:
+        done = threading.Event()
+        ticker = threading.Thread(target=functools.partial(_tick, bar, done), daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            ticker.join()
+
+
+def _tick(bar: tqdm, done: threading.Event) -> None:
+    while not done.wait(0.5):
+        bar.update(0)
+        bar.refresh()

@@ -1,0 +1,137 @@
+"""Our attention under transformers' interface: what runs when a module of an attached model attends.
+
+Decision: the name in a model's configuration says everything, ``hf_kvquant_BACKEND_PREVIOUS``: which backend decodes,
+and which implementation the model had, which keeps doing all the rest. Prefill, long chunks, gradients, dropout, masks
+that differ between heads: all are handed on, with full tensors and with the mask that implementation expects, so an
+attached model differs from an unattached one in nothing but decode steps. The mask function is registered under the
+same name; without it transformers makes no masks at all.
+
+Names stay registered for the life of the process: a copy of an attached model, or a pickled one, needs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_kvquant._compat import attention_of, set_attention
+from hf_kvquant.attention.backends import BACKENDS
+from hf_kvquant.attention.plan import refusal
+from hf_kvquant.past import Past, PastTensor, past_of
+
+PREVIOUS = ("sdpa", "eager")
+_PREFIX = "hf_kvquant"
+# A comparison of the name with a constant: such a model takes another path under any other name.
+_COMPARES = re.compile(r"_attn_implementation(_internal)?\s*(==|!=|in\b|not in\b)")
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def name_of(backend: str, previous: str) -> str:
+    return f"{_PREFIX}_{backend}_{previous}"
+
+
+def parse(name: str | None) -> tuple[str, str] | None:
+    """Backend and previous implementation of a name of ours; None for any other."""
+    parts = (name or "").removeprefix(f"{_PREFIX}_").split("_")
+    ours = len(parts) == 2 and parts[0] in BACKENDS and parts[1] in PREVIOUS
+    return (parts[0], parts[1]) if ours and name == name_of(*parts) else None
+
+
+def register() -> None:
+    """Make our names known to transformers."""
+    for backend, previous in itertools.product(BACKENDS, PREVIOUS):
+        name = name_of(backend, previous)
+        if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[previous])
+            ALL_ATTENTION_FUNCTIONS.register(name, _attention(backend, previous))
+
+
+def obstacle(module: torch.nn.Module) -> str:
+    """Why ``module`` cannot attend through us; empty if it can."""
+    current = attention_of(module)
+    if current is None:
+        return "its configuration names no attention implementation"
+    if parse(current) is None and current not in PREVIOUS:
+        return f"its attention implementation is {current!r}, not one of {', '.join(PREVIOUS)}"
+    home = sys.modules[type(module).__module__]
+    if not hasattr(home, "ALL_ATTENTION_FUNCTIONS") or not hasattr(home, "eager_attention_forward"):
+        return "its attention does not go through transformers' interface"
+    if _COMPARES.search(_source(home)):
+        return "its code asks for the attention implementation by name"
+    return ""
+
+
+def _source(home: Any) -> str:
+    try:
+        with open(home.__file__, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, TypeError, AttributeError):
+        return ""
+
+
+def switch(module: torch.nn.Module, backend: str) -> None:
+    """Let ``module`` (and all that share its configuration) attend through us."""
+    current = attention_of(module)
+    parts = parse(current)
+    register()
+    set_attention(module, name_of(backend, parts[1] if parts else str(current)))
+
+
+def restore(module: torch.nn.Module) -> None:
+    """Undo :func:`switch`, unless the implementation has been changed since."""
+    parts = parse(attention_of(module))
+    if parts is not None:
+        set_attention(module, parts[1])
+
+
+def _attention(backend: str, previous: str) -> Attention:
+    decode = BACKENDS[backend]
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        past = past_of(key, value)
+        if past is not None and not _declines(module, query, past, attention_mask, kwargs):
+            scaling = kwargs.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            softcap = float(kwargs.get("softcap") or 0.0)
+            with torch.no_grad():
+                return decode(query, past, scale, softcap, attention_mask, kwargs.get("s_aux")), None
+        key, value = (each.read() if isinstance(each, PastTensor) else each for each in (key, value))
+        return _previous(module, previous)(module, query, key, value, attention_mask, **kwargs)
+
+    return attend
+
+
+def _previous(module: torch.nn.Module, name: str) -> Attention:
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # pyright: ignore
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _declines(
+    module: torch.nn.Module, query: torch.Tensor, past: Past, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether this call is for the previous implementation."""
+    if query.requires_grad and torch.is_grad_enabled():
+        return True
+    if (kwargs.get("dropout") and module.training) or kwargs.get("output_attentions"):
+        return True
+    if kwargs.get("position_bias") is not None or kwargs.get("sliding_window") is not None:
+        return True
+    shaped = mask is not None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == past.length
+    if (mask is None and query.shape[2] > 1) or (mask is not None and not shaped):
+        return True
+    return query.shape[1] % past.recent[0][-1].shape[1] != 0 or bool(refusal(past))

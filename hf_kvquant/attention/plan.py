@@ -1,0 +1,179 @@
+"""What one decode step of attention is compiled for, and the tensors it takes.
+
+Decision: everything that changes the code is a field of :class:`Plan`, hashable; everything that changes from step to
+step (blocks, recent tokens, batch) is a size of a tensor. One plan is one compiled function, whatever the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvquant.past import Past
+from hf_kvquant.rotary import RotaryLayout
+from hf_kvquant.spec import TensorSpec
+from hf_kvquant.storage import RowState, TensorState
+
+# More groups of channels per token than this would unroll into as many loops.
+MAX_CHANNEL_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kind of decode step.
+
+    Attributes:
+        key, value: how the closed blocks are stored.
+        head_dims: of keys and values.
+        heads: K.
+        repeats: R, the query heads of a KV head.
+        block_length: G.
+        layout: the rotation of the keys; None where they have none, or it is not known.
+        stores_raw: keys are stored before that rotation.
+        sinks: the cache holds sinks.
+        masked: an additive mask is given.
+        auxiliary: learned attention sinks (``s_aux``) are given.
+        scaling, softcap: of the scores; softcap 0 for none.
+    """
+
+    key: TensorSpec
+    value: TensorSpec
+    head_dims: tuple[int, int]
+    heads: int
+    repeats: int
+    block_length: int
+    layout: RotaryLayout | None
+    stores_raw: bool
+    sinks: bool
+    masked: bool
+    auxiliary: bool
+    scaling: float
+    softcap: float
+
+    @property
+    def turns_centre(self) -> bool:
+        """Whether the centre of the keys is rotated to each token."""
+        return self.key.center == "rope" and self.layout is not None and not self.stores_raw
+
+
+def refusal(past: Past) -> str:
+    """Why the codes of ``past`` cannot be attended to directly; empty if they can."""
+    key, value = past.states
+    if key.packed.held is None or not any(row.blocks for row in past.rows):
+        return "no block is closed yet"
+    if value.rotary is not None:
+        return "the model rotates its values"
+    if key.unrotated is not None:
+        if key.spec.number_format.lossless:
+            return "lossless keys before RoPE"
+        if key.spec.normalize or key.spec.rotation:
+            return "keys before RoPE with channel scales or a Hadamard rotation"
+    for state in (key, value):
+        channels = past.recent[0 if state is key else 1][-1].shape[3]
+        if state.spec.axis == "token" and channels // state.spec.channels_per_group(channels) > MAX_CHANNEL_GROUPS:
+            return f"more than {MAX_CHANNEL_GROUPS} groups of channels per token"
+    return ""
+
+
+def plan_of(past: Past, query_heads: int, scaling: float, softcap: float, masked: bool, auxiliary: bool) -> Plan:
+    """The plan of one step with ``past``."""
+    key, value = past.states
+    keys, values = past.recent[0][-1], past.recent[1][-1]
+    return Plan(
+        key=key.spec,
+        value=value.spec,
+        head_dims=(keys.shape[3], values.shape[3]),
+        heads=keys.shape[1],
+        repeats=query_heads // keys.shape[1],
+        block_length=past.block_length,
+        layout=None if key.rotary is None else key.rotary.layout,
+        stores_raw=key.unrotated is not None,
+        sinks=key.sinks is not None,
+        masked=masked or needs_mask(past),
+        auxiliary=auxiliary,
+        scaling=scaling,
+        softcap=softcap,
+    )
+
+
+def needs_mask(past: Past) -> bool:
+    """Whether some of the stored tokens are not to be attended to, whatever the model's mask says."""
+    first = past.rows[0]
+    alike = all(row == first for row in past.rows[1:])
+    return not alike or any(count != past.block_length for count in first.blocks)
+
+
+def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
+    """What the compiled function reads, by name; ``recent`` tokens of the window are looked at."""
+    count = max(len(row.blocks) for row in past.rows)
+    found: dict[str, torch.Tensor] = {}
+    for slot, name in enumerate(("key", "value")):
+        state = past.states[slot]
+        assert state.packed.held is not None
+        found |= {f"{name}.{part}": tensor[:, :, :count] for part, tensor in state.packed.held.named().items()}
+        if state.tables is not None:
+            used = {part: each for part, each in state.tables.named().items() if part != "importance"}
+            found |= {f"{name}.{part}": tensor for part, tensor in used.items()}
+        found[f"{name}.recent"] = past.recent[slot][-1][:, :, :recent]
+        if state.sinks is not None:
+            found[f"{name}.sinks"] = state.sinks
+    if plan.stores_raw or plan.turns_centre:
+        found["cos"], found["sin"] = _tables(past.states[0], past, count)
+    return found
+
+
+def _tables(state: TensorState, past: Past, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin ``[B or 1, h, count * G]`` of the tokens in closed blocks."""
+    assert state.rotary is not None
+    table, tokens = state.rotary.table, count * past.block_length
+    starts = [row.padding + past.sink_length for row in past.rows]
+    if len(set(starts)) == 1 and starts[0] + tokens <= table.length:
+        span = slice(starts[0], starts[0] + tokens)
+        return table.cos[:, :, span], table.sin[:, :, span]
+    # One more than needed, so that the result is a view with room behind it, as above.
+    places = block_positions(past.rows, past.sink_length, tokens + 1, table.cos.device).clamp_max(table.length - 1)
+    index = places[:, None].expand(-1, table.cos.shape[1], -1)
+    cos, sin = (each.expand(index.shape[0], -1, -1).gather(2, index) for each in (table.cos, table.sin))
+    return cos[:, :, :tokens], sin[:, :, :tokens]
+
+
+def block_positions(rows: list[RowState], sink_length: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Positions ``[B, tokens]`` of the tokens in the blocks of each row."""
+    starts = torch.tensor([row.padding + sink_length for row in rows], device=device)
+    return starts[:, None] + torch.arange(tokens, device=device)
+
+
+def additive_masks(past: Past, mask: torch.Tensor | None, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to the scores, 0 or a large negative number.
+
+    Args:
+        past: of this call.
+        mask: ``[B or 1, T]`` of one query token, bool (True: attend) or additive; None: attend to everything.
+        recent: tokens of the window that the query may see.
+
+    Returns:
+        ``[B, n * G]`` of the tokens in closed blocks and ``[B, S + recent]`` of sinks and window, fp32.
+    """
+    device = past.recent[0][-1].device
+    lowest = torch.finfo(torch.float32).min
+    count, rows = max(len(row.blocks) for row in past.rows), past.rows
+    total = past.window_start + recent
+    if mask is None:
+        given = torch.zeros(1, total, device=device)
+    elif mask.dtype == torch.bool:
+        given = torch.where(mask, 0.0, lowest)
+    else:
+        given = mask.float().clamp_min(lowest)
+    given = given.expand(len(rows), -1)
+    places = block_positions(rows, past.sink_length, count * past.block_length, device)
+    valid = torch.tensor([[*row.blocks, *[0] * (count - len(row.blocks))] for row in rows], device=device)
+    inside = torch.arange(past.block_length, device=device) < valid[..., None]
+    blocks = torch.where(inside.flatten(1), given.gather(1, places.clamp_max(given.shape[1] - 1)), lowest)
+    sinks = torch.tensor([row.padding if row.blocks else total for row in rows], device=device)[:, None]
+    sink_places = sinks + torch.arange(past.sink_length if past.states[0].sinks is not None else 0, device=device)
+    exact = torch.where(sink_places < total, given.gather(1, sink_places.clamp_max(total - 1)), lowest)
+    opened = torch.tensor([row.window_start(past.sink_length, past.length) for row in rows], device=device)[:, None]
+    window_places = torch.arange(past.window_start, total, device=device)
+    window = torch.where(window_places >= opened, given[:, past.window_start : total], lowest)
+    return blocks, torch.cat([exact, window], 1)

@@ -1,0 +1,114 @@
+"""Past: what a layer holds during one attention call, and the handle that stands for it.
+
+Decision: for a decode step of an attached model, ``update`` returns two :class:`PastTensor` instead of full tensors.
+They have shape, dtype and device of what they stand for and hold nothing but a :class:`Past`: views of codes, sinks
+and recent tokens. Attention of ours reads the codes through it; any other operation on a handle (a model that touches
+its keys between cache and attention, a debugger) makes it turn itself into the full tensor first, so nothing that works
+with full tensors fails with handles. Rejected: returning codes under the name of keys, which only our attention would
+understand.
+
+A ``Past`` stays valid while later blocks close: closed blocks are never rewritten, a window that moves on gets a new
+buffer, and tokens are appended behind what the views cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hf_kvquant.storage import RowState, TensorState
+
+
+@dataclass
+class Past:
+    """Keys and values of one layer with the new tokens of a call.
+
+    Attributes:
+        states: keys and values as held (``window`` is not looked at).
+        recent: per tensor the pieces ``[B, K, ., D]`` of the tokens ``window_start .. length``, oldest first.
+        rows: where the tokens of each row are.
+        window_start: position of the first recent token.
+        length: tokens, the new ones included.
+        sink_length, block_length: of the format.
+    """
+
+    states: tuple[TensorState, TensorState]
+    recent: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+    rows: list[RowState]
+    window_start: int
+    length: int
+    sink_length: int
+    block_length: int
+
+    def read(self, slot: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All keys (``slot`` 0) or values (1) ``[B, K, length, D]`` in a new tensor, of the delivered dtype unless told
+        otherwise; padding that has left the window reads as zeros."""
+        state, pieces = self.states[slot], self.recent[slot]
+        like = pieces[-1]
+        out = like.new_empty(*like.shape[:2], self.length, like.shape[3], dtype=dtype)
+        start = self.window_start
+        for piece in pieces:
+            out[:, :, start : start + piece.shape[2]] = piece
+            start += piece.shape[2]
+        for rows, row in row_groups(self.rows):
+            if not row.blocks:
+                out[rows, :, : min(row.padding, self.window_start)] = 0
+                continue
+            out[rows, :, : row.padding] = 0
+            start = row.padding + self.sink_length
+            if state.sinks is not None:
+                out[rows, :, row.padding : start] = state.sinks[rows]
+            end = start + sum(row.blocks)
+            state.read_blocks(out[rows, :, start:end], rows, row.blocks, self.block_length, start)
+        return out
+
+
+def row_groups(rows: list[RowState]) -> Iterator[tuple[slice, RowState]]:
+    """Slices of rows that are laid out alike: all of them unless padding differs, then one by one."""
+    if all(row == rows[0] for row in rows[1:]):
+        yield slice(None), rows[0]
+    else:
+        for index, row in enumerate(rows):
+            yield slice(index, index + 1), row
+
+
+class PastTensor(torch.Tensor):
+    """Stands for the keys or values ``[B, K, T, D]`` of a :class:`Past`; any operation on it reads them in full."""
+
+    past: Past
+    slot: int
+
+    @staticmethod
+    def __new__(cls, past: Past, slot: int) -> PastTensor:
+        like = past.recent[slot][-1]
+        shape = (*like.shape[:2], past.length, like.shape[3])
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # pyright: ignore
+        handle.past, handle.slot = past, slot
+        return handle
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, slot={self.slot})"
+
+    def read(self) -> torch.Tensor:
+        """The full tensor."""
+        return self.past.read(self.slot)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def full(value: Any) -> Any:
+            return value.read() if isinstance(value, PastTensor) else value
+
+        return func(*tree_map(full, args), **tree_map(full, kwargs or {}))
+
+
+def past_of(key: torch.Tensor, value: torch.Tensor) -> Past | None:
+    """The past that both handles stand for; None where they are not (or no longer) such a pair."""
+    if isinstance(key, PastTensor) and isinstance(value, PastTensor) and key.past is value.past:
+        return key.past if (key.slot, value.slot) == (0, 1) else None
+    return None

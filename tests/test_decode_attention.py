@@ -1,0 +1,208 @@
+"""Attention over codes against the fp32 oracle on the same codes: every format, key mode, shape and mask; compiled and
+not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvquant import PRESETS, KVQuantConfig, TensorSpec
+from hf_kvquant.attention import backends, reference
+from hf_kvquant.attention.codes import runs_of
+from hf_kvquant.attention.compiled import CompiledDecode
+from hf_kvquant.attention.decode import decode
+from hf_kvquant.attention.plan import refusal
+from hf_kvquant.formats import FORMATS
+from hf_kvquant.layers import QuantizedLayer
+from hf_kvquant.past import Past
+from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
+from tests.tiny import relative_error
+from tests.tolerances import TOLERANCES
+
+
+def both(spec: TensorSpec, **fields: Any) -> KVQuantConfig:
+    return KVQuantConfig(spec, spec, **({"residual_length": 16} | fields))
+
+
+LOSSY = [name for name, fmt in FORMATS.items() if not fmt.lossless]
+AXES = (("channel", 32), ("token", 32), ("token", None), ("head", 32), ("tensor", 32))
+CONFIGS: dict[str, KVQuantConfig] = {name: preset.config for name, preset in PRESETS.items()}
+CONFIGS |= {f"{fmt}-{axis}-{size}": both(TensorSpec(fmt, axis, size)) for fmt in LOSSY for axis, size in AXES}
+CONFIGS |= {
+    f"{fmt}-{axis}-{size}-pre": both(TensorSpec(fmt, axis, size), pre_rope=True)
+    for fmt, (axis, size) in itertools.product(("int3", "int4", "fp8_e4m3", "midrise6"), AXES)
+}
+_CM3 = PRESETS["cm3"].config.key
+CONFIGS |= {
+    "plain centres": KVQuantConfig(
+        TensorSpec("int4", "token", None, center="plain", rotation="hadamard"),
+        TensorSpec("midrise4", "token", None, center="plain", rotation="hadamard"),
+    ),
+    "groups that cut through bytes": KVQuantConfig(
+        TensorSpec("int4", "channel", 24), TensorSpec("int3", "channel", 40), residual_length=0, sink_length=0
+    ),
+    "the same before RoPE": KVQuantConfig(
+        TensorSpec("int3", "channel", 24), TensorSpec("int3", "head", 40), 0, 0, pre_rope=True
+    ),
+    "static scales": KVQuantConfig(
+        TensorSpec("fp8_e4m3", "head", scale_format="static", scale=1.5),
+        TensorSpec("fp8_e5m2", "tensor", scale_format="static", scale=2.0),
+        residual_length=0,
+    ),
+    "values of mixed widths": KVQuantConfig(_CM3, replace(_CM3, center="plain"), residual_length=0),
+    "centre before RoPE": KVQuantConfig(
+        TensorSpec("int4", center="plain"),
+        TensorSpec("int8", "token", 16, zero_format="int8", scale_format="log2_16"),
+        residual_length=0,
+        pre_rope=True,
+    ),
+}
+# B, K, R, D, T
+SHAPES = ((1, 1, 1, 64, 700), (2, 2, 3, 80, 401), (3, 1, 7, 16, 333))
+
+
+def past_with(
+    config: KVQuantConfig, shape: tuple[int, ...], new: int = 1, dtype: torch.dtype = torch.float32, crop: int = 0
+) -> tuple[torch.Tensor, Past]:
+    """Queries ``[B, H, new, D]`` and the past of a layer that got all but the last tokens in one prefill."""
+    batch, heads, repeats, dim, tokens = shape
+    generator = torch.Generator().manual_seed(tokens)
+    keys, values = torch.randn(2, batch, heads, tokens, dim, generator=generator).to(dtype)
+    queries = torch.randn(batch, heads * repeats, tokens, dim, generator=generator).to(dtype)
+    layer = QuantizedLayer(config)
+    if config.needs_attach:
+        angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+        table = RotaryTable.empty_like(angles[None], 1)
+        table.append(angles.cos()[None], angles.sin()[None])
+        layer.set_rotary(LayerRotary(RotaryLayout("key", "half", dim // 2, 0, 1, "single", False), table))
+        layer.note_queries(lambda start, stop: queries[:, :, start:stop], keys[:, :, :-new])
+    layer.update(keys[:, :, :-new], values[:, :, :-new])
+    if crop:
+        layer.crop(-crop)
+    handle, _ = layer.update_for_attention(keys[:, :, -new:], values[:, :, -new:])
+    return queries[:, :, -new:], handle.past  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def options_of(shape: tuple[int, ...], length: int, new: int = 1) -> list[tuple[Any, ...]]:
+    """Scaling, softcap, mask and learned sinks: plain, and all at once."""
+    batch, heads, repeats, dim, _ = shape
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(batch, 1, new, length, generator=generator) > 0.3
+    mask[..., -new:] = torch.ones(new, new, dtype=torch.bool).tril()
+    return [
+        (dim**-0.5, 0.0, None, None),
+        (0.3, 5.0, mask, torch.randn(heads * repeats, generator=generator)),
+        (0.3, 0.0, torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min), None),
+    ]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_run", decode)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_format_gives_what_its_codes_stand_for(name) -> None:
+    for shape in SHAPES:
+        query, past = past_with(CONFIGS[name], shape)
+        if "-pre" in name and past.states[0].spec.number_format.lossless:
+            continue
+        if name == "none" or not refusal(past):
+            for options in options_of(shape, past.length):
+                right = reference.decode(query, past, *options)
+                assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "k4v4-pre"])
+def test_several_new_tokens_see_each_other_causally(name) -> None:
+    shape = SHAPES[1]
+    query, past = past_with(CONFIGS[name], shape, new=5)
+    for options in options_of(shape, past.length, 5):
+        right = reference.decode(query, past, *options)
+        assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "k4v4-pre"])
+@pytest.mark.parametrize("crop", [1, 150, 170])
+def test_after_a_crop_into_a_block(name, crop) -> None:
+    query, past = past_with(CONFIGS[name], SHAPES[1], crop=crop)
+    right = reference.decode(query, past, 0.2)
+    assert relative_error(backends.compiled(query, past, 0.2), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["k4v4", "int8", "fp8", "cr4", "cm2"])
+def test_bf16(name) -> None:
+    query, past = past_with(CONFIGS[name], SHAPES[0], dtype=torch.bfloat16)
+    right = reference.decode(query.float(), past, 0.125)
+    assert relative_error(backends.compiled(query, past, 0.125), right) <= TOLERANCES["attention_bf16"]
+
+
+# One of each kind of inner loop: folded and scaled keys, one plane and two, a table, mixed widths, before RoPE, several
+# groups of channels, scales of several tokens for values, masks and learned sinks.
+COMPILED = (
+    "k4v4",
+    "cr4",
+    "cm3",
+    "fp8",
+    "k3v3-pre",
+    "int3-token-32",
+    "int8-channel-32",
+    "int2-head-32",
+    "plain centres",
+)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_uncompiled_and_compiles_once(name) -> None:
+    run = CompiledDecode()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shape = (1, 2, 3, 64, 0)
+    for tokens in (340, 341, 404, 700, 1030, 2400):
+        query, past = past_with(CONFIGS[name], (*shape[:4], tokens))
+        options = (0.125, 0.0, None, None)
+        right = reference.decode(query, past, *options)
+        assert relative_error(with_run(run, query, past, options), right) <= TOLERANCES["attention_fp32"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["k4v4", "cm3"])
+def test_compiled_with_masks_and_learned_sinks(name) -> None:
+    run = CompiledDecode()
+    for shape in ((2, 1, 2, 80, 400), (3, 1, 2, 80, 600)):
+        query, past = past_with(CONFIGS[name], shape)
+        options = options_of(shape, past.length)[1]
+        right = reference.decode(query, past, *options)
+        assert relative_error(with_run(run, query, past, options), right) <= TOLERANCES["attention_fp32"]
+
+
+def with_run(run: CompiledDecode, query: torch.Tensor, past: Past, options: tuple[Any, ...]) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(backends, "_run", run)
+        return backends.compiled(query, past, *options)
+
+
+@pytest.mark.parametrize("length", [8, 16, 24, 64, 120])
+@pytest.mark.parametrize("group", [1, 8, 24, 40, 64])
+@pytest.mark.parametrize("widths", [(8,), (4,), (2,), (1,), (2, 1), (4, 2), (4, 1)])
+def test_runs_cover_every_token_once(length, group, widths) -> None:
+    if group > 1 and length % group:
+        pytest.skip("a block is a whole number of groups")
+    covered = []
+    for runs in runs_of(widths, length, group):
+        for width, run in zip(widths, runs, strict=True):
+            tokens = range(run.token, run.token + run.size)
+            rows = length * width // 8
+            assert [(run.shift // width) * rows + run.start + i for i in range(run.size)] == list(tokens)
+            assert run.start + run.size <= rows
+            assert group == 1 or {token // group for token in tokens} == {run.group}
+        covered += range(runs[0].token, runs[0].token + runs[0].size)
+    assert covered == list(range(length))
