@@ -16,7 +16,6 @@ import functools
 import inspect
 import warnings
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,20 +57,21 @@ class _CaptureHook:
         if name is None or cache is None:
             self._warn_if_dropped(module, arguments)
             return
-        cache.pending = replace(self._pending(module, arguments, name, cache), attends=_attends(module))
+        cache.pending = self._pending(module, arguments, name, cache)
         self._remember(module, cache)
 
     def _pending(
         self, module: torch.nn.Module, arguments: dict[str, Any], name: str, cache: QuantizedKVCache
     ) -> Pending:
         queries = functools.partial(read_queries, module, arguments, name)
+        attends = interface.parse(attention_of(module)) is not None
         if not cache.wants_rotation:
-            return Pending(None, "", queries)
+            return Pending(None, "", queries, attends=attends)
         if self.layout is None and self.reason is None:
             self._probe(module, arguments, name)
         if self.layout is None:
-            return Pending(None, self.reason or "", queries)
-        return Pending.of(self.layout, arguments["position_embeddings"], queries)
+            return Pending(None, self.reason or "", queries, attends=attends)
+        return Pending.of(self.layout, arguments["position_embeddings"], queries, attends)
 
     def release(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: what the cache did not take in the call (cross-attention, shared layers) is not left on it, or
@@ -112,10 +112,6 @@ class _CaptureHook:
                 "max_new_tokens, to stay on one side of it",
                 stacklevel=2,
             )
-
-
-def _attends(module: torch.nn.Module) -> bool:
-    return interface.parse(attention_of(module)) is not None
 
 
 def _longrope_boundary(module: torch.nn.Module) -> int:

@@ -176,7 +176,7 @@ class QuantizedLayer(CacheLayerMixin):
         states, used = (self.key_state, self.value_state), self.length - self.window_start
         windows = [state.window for state in states if state.window is not None]
         return Past(
-            states=(states[0].snapshot(), states[1].snapshot()),
+            states=states,
             recent=((windows[0][:, :, :used], key_states), (windows[1][:, :, :used], value_states)),
             rows=[row.copy() for row in self.rows],
             window_start=self.window_start,

@@ -8,7 +8,8 @@ with full tensors fails with handles. Rejected: returning codes under the name o
 understand.
 
 A ``Past`` stays valid while later blocks close: closed blocks are never rewritten, a window that moves on gets a new
-buffer, and tokens are appended behind what the views cover.
+buffer, and tokens are appended behind what is looked at. It ends with the call: a crop or a change of the batch
+moves what it looks at.
 """
 
 from __future__ import annotations

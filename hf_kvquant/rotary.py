@@ -202,9 +202,10 @@ class Pending:
         layout: RotaryLayout,
         position_embeddings: PositionEmbeddings,
         queries: Callable[[int, int], torch.Tensor | str],
+        attends: bool = False,
     ) -> Pending:
         first = position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings
-        return cls(layout, "", queries, *layout.tables(position_embeddings), id(first))
+        return cls(layout, "", queries, *layout.tables(position_embeddings), id(first), attends)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class PackedBlocks:
     """Closed blocks with capacity. ``held`` is None until the first block closes."""
 
     held: QuantizedBlocks | None = None
+    _views: tuple[QuantizedBlocks | None, int, dict[str, torch.Tensor]] = (None, 0, {})
 
     @property
     def capacity(self) -> int:
@@ -73,6 +74,16 @@ class PackedBlocks:
         """Views of the first ``count`` blocks of ``rows``."""
         assert self.held is not None
         return self.held.map(lambda tensor: tensor[rows, :, :count])
+
+    def views(self, count: int) -> dict[str, torch.Tensor]:
+        """Views of the first ``count`` blocks of all rows by name, made anew only when blocks or storage change: the
+        decode steps between two blocks all ask for the same."""
+        assert self.held is not None
+        held, known, views = self._views
+        if held is not self.held or known != count:
+            views = {name: tensor[:, :, :count] for name, tensor in self.held.named().items()}
+            self._views = self.held, count, views
+        return views
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by ``function`` of it (batch selection, device moves)."""
@@ -124,10 +135,7 @@ class TensorState:
     tables: Tables | None = None
     sinks: torch.Tensor | None = None
     window: torch.Tensor | None = None
-
-    def snapshot(self) -> TensorState:
-        """The same, unmoved by later growth."""
-        return replace(self, packed=PackedBlocks(self.packed.held))
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # of decode attention
 
     @property
     def unrotated(self) -> LayerRotary | None:

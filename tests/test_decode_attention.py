@@ -24,8 +24,8 @@ from tests.tiny import relative_error
 from tests.tolerances import TOLERANCES
 
 
-def both(spec: TensorSpec, **fields: Any) -> KVQuantConfig:
-    return KVQuantConfig(spec, spec, **({"residual_length": 16} | fields))
+def both(spec: TensorSpec, pre_rope: bool = False) -> KVQuantConfig:
+    return KVQuantConfig(spec, spec, residual_length=16, pre_rope=pre_rope)
 
 
 LOSSY = [name for name, fmt in FORMATS.items() if not fmt.lossless]

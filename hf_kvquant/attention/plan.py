@@ -6,7 +6,7 @@ step (blocks, recent tokens, batch) is a size of a tensor. One plan is one compi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -17,6 +17,7 @@ from hf_kvquant.storage import RowState, TensorState
 
 # More groups of channels per token than this would unroll into as many loops.
 MAX_CHANNEL_GROUPS = 8
+_PLANS: dict[Plan, Plan] = {}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Plan:
     scaling: float
     softcap: float
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
     @property
     def turns_centre(self) -> bool:
         """Whether the centre of the keys is rotated to each token."""
@@ -77,7 +84,16 @@ def refusal(past: Past) -> str:
 
 
 def plan_of(past: Past, query_heads: int, scaling: float, softcap: float, masked: bool, auxiliary: bool) -> Plan:
-    """The plan of one step with ``past``."""
+    """The plan of one step with ``past``; equal plans are one object, made once per layer and kind of step."""
+    key = past.states[0]
+    kind = query_heads, scaling, softcap, masked or needs_mask(past), auxiliary, key.rotary is None, key.sinks is None
+    if kind not in key.plans:
+        plan = _new_plan(past, *kind[:5])
+        key.plans[kind] = _PLANS.setdefault(plan, plan)
+    return key.plans[kind]
+
+
+def _new_plan(past: Past, query_heads: int, scaling: float, softcap: float, masked: bool, auxiliary: bool) -> Plan:
     key, value = past.states
     keys, values = past.recent[0][-1], past.recent[1][-1]
     return Plan(
@@ -90,7 +106,7 @@ def plan_of(past: Past, query_heads: int, scaling: float, softcap: float, masked
         layout=None if key.rotary is None else key.rotary.layout,
         stores_raw=key.unrotated is not None,
         sinks=key.sinks is not None,
-        masked=masked or needs_mask(past),
+        masked=masked,
         auxiliary=auxiliary,
         scaling=scaling,
         softcap=softcap,
@@ -110,8 +126,7 @@ def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for slot, name in enumerate(("key", "value")):
         state = past.states[slot]
-        assert state.packed.held is not None
-        found |= {f"{name}.{part}": tensor[:, :, :count] for part, tensor in state.packed.held.named().items()}
+        found |= {f"{name}.{part}": tensor for part, tensor in state.packed.views(count).items()}
         if state.tables is not None:
             used = {part: each for part, each in state.tables.named().items() if part != "importance"}
             found |= {f"{name}.{part}": tensor for part, tensor in used.items()}
