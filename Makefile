@@ -6,9 +6,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # torch's threads wait by spinning; with anything else running on a small machine each of the hundreds of waits in a decoding
 # step then costs a time slice (measured on 2 cores, one other process: 2 to 4 s per token instead of 0.2). Sleep instead.
-demo test: export OMP_WAIT_POLICY ?= PASSIVE
+demo test eval-smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench eval-smoke clean
 
 demo: $(VENV)/installed
 	$(BIN)/hf-kvquant demo
@@ -23,6 +23,16 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.decode
+
+# Two documents of every task and a text, in full precision and in 3.3 bits, on SmolLM2: minutes, no hub.
+SMOKE := build/eval-smoke
+eval-smoke: $(VENV)/installed
+	rm -rf $(SMOKE)
+	for cache in none cm3; do \
+	  HF_HUB_OFFLINE=1 $(BIN)/hf-kvquant eval --tasks kvq_longctx kvq_perplexity --limit 2 --log_samples \
+	    --metadata max_seq_lengths=512 --model_args kv_cache=$$cache --output_path $(SMOKE)/$$cache || exit 1; \
+	done
+	$(BIN)/hf-kvquant eval-report $(SMOKE) --output $(SMOKE)/report
 
 clean:
 	rm -rf $(VENV)

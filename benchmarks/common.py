@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.presets import UNATTACHED_PRESETS
+from hf_kvquant.schemes import find_ninja
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,8 +95,7 @@ def choose_schemes(names: Iterable[str], config: Any) -> tuple[list[Scheme], dic
 
 def _warm_up(scheme: Scheme, config: Any) -> str | None:
     """Quantize, read and flush once: quanto compiles a C++ extension at its first read. Returns the error, if any."""
-    if not shutil.which("ninja"):  # an environment that is not activated has its own ninja, off PATH
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    find_ninja()
     states = random_states(config, 128, torch.float32, layers=1)
     try:
         cache = scheme.build(config, 512)

@@ -31,12 +31,13 @@ from transformers import Cache
 from benchmarks import samples as sample_sets
 from benchmarks.common import DTYPES, RESULTS, describe_run, make_parser
 from benchmarks.quality_plot import draw
-from benchmarks.quality_schemes import NAMES, Candidate, bits_held, known, runnable
+from benchmarks.quality_schemes import NAMES, Candidate, known, runnable
 from benchmarks.quality_summary import averages, check_targets, to_markdown
 from benchmarks.replay import Queries, Update, capture_queries, exact_states, holding, read_back, record, replay
 from benchmarks.samples import SETS, Probe, Sample, build_samples
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.models import load_model
+from hf_kvquant.schemes import bits_held
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,23 @@ To add one: a line in ``CONFIGS``; presets are there by themselves.
 Every format of ours runs twice: "closed", without a residual window, so that everything behind the sinks is quantized,
 and "window", as configured. transformers' caches quantize the whole prompt, window included: they run once, "closed".
 
-Bits are counted on caches filled in bfloat16, whatever dtype the quality is measured in: window, sinks and tables of
-cos and sin would weigh double in a float32 run, which nobody deploys. Per key or value element:
-
-- ``blocks``: codes, scales, zero points of closed blocks, over the elements in closed blocks (``memory_report()``);
-- ``true``: the same with all tables that a format keeps per row (means, widths, ...), still without cos and sin;
-- ``with_rotary``: with the tables of cos and sin, which all layers share;
-- ``all``: every byte held, over all elements. For transformers' caches all four are this.
+Bits (``hf_kvquant.schemes.bits_held``) are counted on caches filled in bfloat16, whatever dtype the quality is measured
+in: window, sinks and tables of cos and sin would weigh double in a float32 run, which nobody deploys.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Cache
 
 from benchmarks.common import QUANTO, SCHEMES, choose_schemes, package_version
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.memory import storage_nbytes, tensors_in
 
 CLOSED, WINDOW = "closed", "window"
 TUNED = Path(__file__).parent / "tuned"  # written by benchmarks.tune
@@ -106,31 +98,3 @@ def _incumbent(name: str) -> Candidate:
     scheme = SCHEMES[name]
     versions = [package_version(package) for package in ("transformers", scheme.package) if package]
     return Candidate(name, CLOSED, lambda model: scheme.build(model, 0), versions)
-
-
-def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
-    """Bits per element of a filled cache that stands for ``elements`` key and value elements. Where nothing is in
-    closed blocks, every figure is that of all bytes."""
-    names = ("blocks", "true", "with_rotary", "all")
-    if not isinstance(cache, QuantizedKVCache):
-        held = 8 * storage_nbytes(inner_tensors([vars(layer) for layer in cache.layers])) / elements
-        return dict.fromkeys(names, held)
-    report = cache.memory_report()
-    whole = report.sum
-    found: dict[str, Any] = dict.fromkeys(names, report.bits_per_element)
-    if whole.packed_elements:
-        closed = whole.total - whole.window - whole.sinks - whole.unused - whole.other
-        found["blocks"] = report.packed_bits_per_element
-        found["true"] = 8 * closed / whole.packed_elements
-        found["with_rotary"] = 8 * (closed + report.rotary) / whole.packed_elements
-    return found | {"memory": dataclasses.asdict(whole) | {"rotary": report.rotary}}
-
-
-def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every plain tensor in a value; those inside a tensor subclass instead of the subclass itself."""
-    for tensor in tensors_in(value):
-        if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-            yield from inner_tensors([getattr(tensor, name) for name in names])
-        else:
-            yield tensor

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hf_kvquant import __version__
+from hf_kvquant import __version__, eval_command, eval_report
 from hf_kvquant.architectures import CensusError, check, choose_types
 from hf_kvquant.census_report import check_folder, counts_line, make_report, markdown, text_table, write
 from hf_kvquant.demo import DTYPES, DemoError, DemoSettings, format_table, run
 from hf_kvquant.models import SMOLLM2, MissingPackageError
 from hf_kvquant.presets import PRESETS
+from hf_kvquant.schemes import EvalError
 
 LEGEND = """\
 cache bytes: all that a cache holds after the answer; ratio: to DynamicCache; s/token: median of the decoding steps.
@@ -33,14 +34,18 @@ To read next: `hf-kvquant presets` (when to use which), README.md (measured qual
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    arguments.command = " ".join(["hf-kvquant", *(sys.argv[1:] if argv is None else argv)])
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given[:1] == ["eval"]:  # lm-eval's own parser reads the rest
+            eval_command.run(given[1:])
+            return 0
+        arguments = _parser().parse_args(given)
+        arguments.command = " ".join(["hf-kvquant", *given])
         return arguments.run(arguments)
     except MissingPackageError as error:
         print(error)
         return 1
-    except (DemoError, CensusError) as error:
+    except (DemoError, CensusError, EvalError) as error:
         print(f"hf-kvquant: {error}", file=sys.stderr)
         return 2
 
@@ -51,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="hide a fact in a text, ask for it, compare caches"))
     _add_architectures(commands.add_parser("architectures", help="run a tiny model of every type, with this cache"))
+    commands.add_parser("eval", help="lm-eval's command line, every request through a cache (eval --help)")
+    _add_report(commands.add_parser("eval-report", help="tables and pictures of results of eval"))
     presets = commands.add_parser("presets", help="list the presets and when to use them")
     presets.set_defaults(run=_presets)
     return parser
@@ -74,6 +81,14 @@ def _add_architectures(architectures: argparse.ArgumentParser) -> None:
     architectures.add_argument("--types", nargs="+", default=[], metavar="TYPE", help="model types (default: all)")
     architectures.add_argument("--output", type=Path, metavar="PATH", help="write the table there, as Markdown")
     architectures.add_argument("--json", type=Path, metavar="PATH", help="write the same there, as JSON")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.set_defaults(run=_report)
+    report.add_argument("results", nargs="+", type=Path, metavar="RESULTS", help="what eval's --output_path named")
+    report.add_argument(
+        "--output", type=Path, default=Path("eval-report"), metavar="FOLDER", help="(default: %(default)s)"
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -106,6 +121,12 @@ def _architectures(arguments: argparse.Namespace) -> int:
         write(markdown(report), arguments.output)
     if arguments.json is not None:
         write(json.dumps(report, indent=1) + "\n", arguments.json)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    for path in eval_report.make(arguments.results, arguments.output, arguments.command):
+        print(path)
     return 0
 
 

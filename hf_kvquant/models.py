@@ -45,9 +45,14 @@ def smollm2_dir() -> Path:
     return target
 
 
+def source_of(name_or_path: str | Path) -> str:
+    """What transformers loads a model from: the converted folder for SmolLM2's name, else the name itself."""
+    return str(smollm2_dir() if name_or_path == SMOLLM2 else name_or_path)
+
+
 def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
     """Model in eval mode and tokenizer of a hub id or a folder; None: SmolLM2-135M-Instruct."""
-    source = smollm2_dir() if name_or_path is None else name_or_path
+    source = source_of(SMOLLM2 if name_or_path is None else name_or_path)
     local = Path(source).is_dir()
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)

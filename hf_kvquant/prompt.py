@@ -60,7 +60,7 @@ def build_prompt(tokenizer: Any, tokens: int, seed: int) -> Prompt:
         text = before + _hide(" ".join(words[:count]), fact, depth)
         return tokenizer(text, add_special_tokens=not before).input_ids
 
-    count = _largest(min(tokens, len(words)), lambda n: len(haystack(n)) + len(question) <= tokens)
+    count = largest(min(tokens, len(words)), lambda n: len(haystack(n)) + len(question) <= tokens)
     check(0 < count < len(words), f"--tokens {tokens}: the demo's text fills no such prompt; choose another number")
     return Prompt(haystack(count), question, fact, code)
 
@@ -88,7 +88,7 @@ def frame(tokenizer: Any, ask: str, start: str) -> tuple[str, str]:
     return before, after + start
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest count up to ``limit`` that fits, by bisection; 0 if none does."""
     low, high = 0, limit
     while low < high:

@@ -50,7 +50,18 @@ ORDER = [
     "prompt",
     "models",
     "demo",
+    "schemes",
+    "reading",
+    "eval_register",
+    "lm_eval",
+    "longctx",
+    "longctx_task",
+    "eval_command",
+    "eval_results",
+    "eval_plots",
+    "eval_report",
     "cli",
+    "__main__",
 ]
 
 

@@ -1,6 +1,7 @@
 """README's tables are the result files', number by number, and the paths it names exist."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.prerope import table_rows
+from hf_kvquant.eval_results import Run, estimate, load, paired
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -67,7 +69,36 @@ def quality_rows() -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("row", preset_rows() + decode_rows() + prerope_rows() + quality_rows())
+NEEDLE, PASSAGES = "kvq_niah_multikey", "kvq_perplexity"
+
+
+def evaluated() -> dict[str, Run]:
+    return {run.scheme: run for run in load([ROOT / "eval" / "results" / "smollm2"])}
+
+
+def evaluation_rows() -> list[str]:
+    """Differences to full precision, paired: answers, recall, perplexity."""
+    runs = evaluated()
+    rows = []
+    for name, run in runs.items():
+        cells = [f"`{name}`", f"{run.true_bits:.2f}"]
+        found = f"{estimate(run, [NEEDLE], 'recall').mean:.0%}"
+        nll, recall = (paired(run, runs["none"], [NEEDLE], metric) for metric in ("answer_nll", "recall"))
+        text = paired(run, runs["none"], [PASSAGES], "nll")
+        assert nll is not None
+        assert recall is not None
+        assert text is not None
+        cells += [
+            f"{nll.mean:+.3f} ± {nll.error:.3f}",
+            found,
+            f"{100 * recall.mean:+.0f} ± {100 * (recall.error or 0):.0f}",
+        ]
+        cells += [f"{100 * math.expm1(text.mean):+.1f}% ± {100 * (text.error or 0):.1f}"]
+        rows.append("| " + " | ".join(cells if name != "none" else [*cells[:2], "-", found, "-", "-"]) + " |")
+    return rows
+
+
+@pytest.mark.parametrize("row", evaluation_rows() + preset_rows() + decode_rows() + prerope_rows() + quality_rows())
 def test_tables_equal_the_result_files(row) -> None:
     assert row in README
 
@@ -111,10 +142,11 @@ def test_counts_of_the_census(document, start) -> None:
     assert document == "README.md" or f"{counts[2]} are within" in sentence
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "eval/README.md"])
 def test_paths_exist(document) -> None:
     text = (ROOT / document).read_text()
     named = set(re.findall(r"`((?:benchmarks|tests|eval|hf_kvquant|docs)/[\w./-]+)`", text))
     named |= set(re.findall(r"\]\(([\w./-]+)\)", text))
-    missing = [path for path in named if not (ROOT / path).exists()]
+    beside = (ROOT / document).parent
+    missing = [path for path in named if not (ROOT / path).exists() and not (beside / path).exists()]
     assert not missing

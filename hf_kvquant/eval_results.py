@@ -1,0 +1,215 @@
+"""Result files of lm-eval, joined by scheme, and what is compared between schemes.
+
+Decision: schemes are compared sample by sample. A difference to full precision is taken on the same document and then
+averaged, so that what makes a document hard for both cancels out; lm-eval's own averages cannot do that, so the logged
+samples are read. Standard errors take samples as independent; questions on one haystack are not quite that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from hf_kvquant.schemes import FULL_PRECISION, EvalError, as_json
+
+RETRIEVAL = ("exact_match", "recall", "token_accuracy", "answer_nll")
+TEXT = ("nll", "bits_per_byte")
+PLACE = ("length", "depth", "index")
+DOCUMENT = "document"  # start of lm-eval's hash: pairs are of equal documents, whatever grid or seed drew them
+REPORT = "report.json"
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One scheme on one model, read in one way.
+
+    Attributes:
+        scheme: its name, without folder and suffix where it came from a file.
+        settings: what else its results depend on.
+        held: the longest cache of the run: tokens, bytes, bits per element.
+        samples: by task, one row per document: where it stands in the grid and what it scored.
+    """
+
+    scheme: str
+    settings: dict[str, Any]
+    held: dict[str, Any]
+    samples: dict[str, list[Row]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return as_json([self.scheme, self.settings])
+
+    @property
+    def true_bits(self) -> float:
+        return self.held["true_bits_per_element"]
+
+    def tasks(self, retrieval: bool) -> list[str]:
+        """Tasks of one sort: those with answers to find, or those of running text."""
+        return [task for task, rows in self.samples.items() if ("answer_nll" in rows[0]) == retrieval]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error (None from a single value)."""
+
+    mean: float
+    error: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Estimate:
+        values = list(values)
+        return cls(fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None, len(values))
+
+
+def load(paths: Sequence[Path]) -> list[Run]:
+    """All runs in result files, folders of them, or reports written before; those of one scheme and setting joined.
+
+    Raises:
+        EvalError: nothing found, a file that is none of ours, no logged samples, or two results for one document.
+    """
+    runs: dict[str, Run] = {}
+    for file in _files(paths):
+        for run in _read(file):
+            _join(runs.setdefault(run.key, Run(run.scheme, run.settings, run.held)), run)
+    for run in runs.values():
+        run.samples = {task: sorted(rows, key=_place) for task, rows in sorted(run.samples.items())}
+    found = sorted(runs.values(), key=lambda run: (run.scheme != FULL_PRECISION, -run.true_bits, run.scheme))
+    _tell_apart(found)
+    return found
+
+
+def _tell_apart(runs: Sequence[Run]) -> None:
+    """Runs of one scheme under different settings get those into their names."""
+    for scheme in {run.scheme for run in runs}:
+        same = [run for run in runs if run.scheme == scheme]
+        differing = [name for name in same[0].settings if len({str(run.settings[name]) for run in same}) > 1]
+        for run in same if differing else ():
+            run.scheme += f" ({', '.join(f'{name} {run.settings[name]}' for name in differing)})"
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        inside = [*path.rglob("results_*.json"), *path.rglob(REPORT)] if path.is_dir() else [path]
+        if not path.exists() or not inside:
+            raise EvalError(f"{path}: no results_*.json and no {REPORT} there; name what --output_path named")
+        found += sorted(inside)
+    return found
+
+
+def _read(file: Path) -> Iterator[Run]:
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EvalError(f"{file}: not readable as JSON ({str(error).splitlines()[0]})") from error
+    if isinstance(data, dict) and "runs" in data:
+        for each in data["runs"]:
+            yield Run(**{**each, "samples": {task: _rows(table) for task, table in each["samples"].items()}})
+    elif isinstance(data, dict) and "kv_cache" in data.get("config", {}):
+        yield _of_results(file, data)
+    else:
+        raise EvalError(f"{file}: not a result of the model type hf-kvquant, nor a report of it")
+
+
+def to_json(runs: Sequence[Run], command: str) -> str:
+    """What :func:`load` reads again: samples as tables, one document a line."""
+    tables = [vars(run) | {"samples": {task: _table(rows) for task, rows in run.samples.items()}} for run in runs]
+    text = json.dumps({"command": command, "runs": tables}, indent=1)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda innermost: " ".join(innermost[0].split()), text) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    return {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+
+
+def _rows(table: dict[str, list[Any]]) -> list[Row]:
+    return [dict(zip(table["columns"], values, strict=True)) for values in table["rows"]]
+
+
+def _of_results(file: Path, data: dict[str, Any]) -> Run:
+    config = data["config"]
+    model_args = config["model_args"] if isinstance(config["model_args"], dict) else {}
+    settings = {
+        "model": Path(str(model_args.get("pretrained", data.get("model_name", "")))).name,
+        "dtype": str(config["model_dtype"]).removeprefix("torch."),
+        "chat_template": bool(data.get("chat_template")),
+        "residual_length": config["kv_scheme"].get("residual_length"),
+        "attached": config["kv_attached"],
+        **{name: config[f"kv_{name}"] for name in ("prefill", "prefill_tail", "score_chunk")},
+        "lm_eval": data.get("lm_eval_version"),
+        "transformers": data.get("transformers_version"),
+    }
+    names = ("tokens", "cache_nbytes", "bits_per_element", "true_bits_per_element", "block_bits_per_element")
+    held = {name: config[f"kv_{name}"] for name in names}
+    run = Run(Path(config["kv_cache"]).stem, settings, held)
+    stamp = file.stem.removeprefix("results_")
+    for task in data["configs"]:
+        logged = file.with_name(f"samples_{task}_{stamp}.jsonl")
+        if not logged.exists():
+            raise EvalError(f"{file}: no samples of {task} beside it; run with --log_samples")
+        run.samples[task] = [_row(json.loads(line)) for line in logged.read_text().splitlines()]
+    return run
+
+
+def _row(sample: dict[str, Any]) -> Row:
+    """What is kept of a logged sample; six digits are far below any standard error."""
+    place = {name: sample["doc"][name] for name in PLACE if name in sample["doc"]}
+    place[DOCUMENT] = sample["doc_hash"][:12]
+    return place | {name: round(sample[name], 6) for name in (*RETRIEVAL, *TEXT) if name in sample}
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name, 0) for name in (*PLACE, DOCUMENT))
+
+
+def _join(whole: Run, part: Run) -> None:
+    if part.held["tokens"] > whole.held["tokens"]:
+        whole.held = part.held
+    for task, rows in part.samples.items():
+        known = {_place(row): row for row in whole.samples.setdefault(task, [])}
+        for row in rows:
+            if known.get(_place(row), row) != row:
+                raise EvalError(f"{whole.scheme}: two different results for {task} at {_place(row)}; report them apart")
+            if _place(row) not in known:
+                whole.samples[task].append(row)
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def baseline(runs: Sequence[Run]) -> Run | None:
+    """The run in full precision that others are compared with, the first if there are several."""
+    return next((run for run in runs if run.scheme.split(" (")[0] == FULL_PRECISION), None)
+
+
+def estimate(run: Run, tasks: Iterable[str], metric: str, keep: Callable[[Row], bool] = lambda row: True) -> Estimate:
+    """Mean of a metric over the documents of some tasks."""
+    return Estimate.of(row[metric] for task in tasks for row in run.samples.get(task, []) if keep(row))
+
+
+def paired(run: Run, reference: Run, tasks: Iterable[str], metric: str) -> Estimate | None:
+    """Mean difference to ``reference`` on the documents that both have; None where there are none."""
+    differences = []
+    for task in tasks:
+        known = {_place(row): row[metric] for row in reference.samples.get(task, [])}
+        rows = (row for row in run.samples.get(task, []) if _place(row) in known)
+        differences += [row[metric] - known[_place(row)] for row in rows]
+    return Estimate.of(differences) if differences else None
+
+
+def cells(run: Run, tasks: Iterable[str]) -> dict[tuple[int, float], list[Row]]:
+    """Rows by (length, depth)."""
+    found: dict[tuple[int, float], list[Row]] = {}
+    for task in tasks:
+        for row in run.samples.get(task, []):
+            found.setdefault((row["length"], row["depth"]), []).append(row)
+    return dict(sorted(found.items()))
