@@ -15,12 +15,14 @@ import torch
 from transformers import Cache, PreTrainedConfig
 
 from hf_kvquant import _compat, padding, serialization
+from hf_kvquant.attention.backends import choose
+from hf_kvquant.attention.interface import attend_unattached
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensors_in
 from hf_kvquant.presets import ATTACHED_DEFAULT, DEFAULT_PRESET, resolve
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
-from hf_kvquant.spec import TensorSpec, invalid
+from hf_kvquant.spec import TensorSpec, check_choice, invalid
 
 # Decode steps of an attached model read codes from this length on; see benchmarks/results/attention.md.
 MIN_LENGTH = 512
@@ -40,9 +42,12 @@ class QuantizedKVCache(Cache):
             an attached model, "k4v4" on any other, decided by the first forward.
         offloading: keep layers on the CPU between their turns (needs an accelerator, as in transformers).
         offload_only_non_sliding: with ``offloading``, keep sliding layers on the device.
+        backend: how decode steps of a model that is not attached attend. "auto": where it calls torch's
+            ``scaled_dot_product_attention`` on a CPU with a C++ compiler, straight from the codes; "full": always over
+            full tensors. (An attached model: see :func:`attach`.)
 
     Raises:
-        ValueError: unknown preset, or offloading without an accelerator.
+        ValueError: unknown preset or backend, or offloading without an accelerator.
         TypeError: ``config`` is not a model configuration.
 
     Methods: keys per channel, values per token and the residual window from KIVI (arXiv 2402.02750); exact first
@@ -58,7 +63,9 @@ class QuantizedKVCache(Cache):
         *,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
+        backend: str = "auto",
     ):
+        check_choice("backend", backend, ("auto", "full"))
         if not isinstance(config, PreTrainedConfig):
             hint = "pass model.config" if hasattr(config, "config") else "pass the model's PreTrainedConfig"
             raise TypeError(f"config={type(config).__name__} is not valid: {hint}")
@@ -82,6 +89,7 @@ class QuantizedKVCache(Cache):
         ]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.padding_source = "none reported"
+        self.attends_unattached = backend == "auto" and choose("auto", torch.device("cpu")).name != "full"
         self.pending: Pending | None = None
         self.rotary = RotaryTables()
         self.has_warned = False
@@ -118,8 +126,11 @@ class QuantizedKVCache(Cache):
         if self.quantization.needs_attach and isinstance(layer, QuantizedLayer):
             layer.check(key_states, value_states)
             self._capture_rotation(layer, pending, key_states)
-        if pending is not None and pending.attends and self._pays(layer, key_states):
-            return layer.update_for_attention(key_states, value_states)
+        if self._pays(layer, key_states):
+            if pending is None and self.attends_unattached and key_states.device.type == "cpu":
+                return layer.update_for_attention(key_states, value_states, attend_unattached)
+            if pending is not None and pending.attends:
+                return layer.update_for_attention(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _pays(self, layer: Any, key_states: torch.Tensor) -> bool:

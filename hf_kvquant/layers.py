@@ -106,15 +106,19 @@ class QuantizedLayer(CacheLayerMixin):
         return full
 
     def update_for_attention(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attend: Callable[..., torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`update`, but return handles to what is held instead of full tensors (:class:`PastTensor`)."""
+        """As :meth:`update`, but return handles to what is held instead of full tensors (:class:`PastTensor`);
+        ``attend`` serves torch's attention."""
         self._prepare(key_states, value_states)
         self._make_room(key_states.shape[2])
         past = self._past(key_states, value_states)
         keys, values = self._append(key_states, value_states)
         past.recent = (keys,), (values,)
-        return PastTensor(past, 0), PastTensor(past, 1)
+        return PastTensor(past, 0, attend), PastTensor(past, 1)
 
     @storing
     def _make_room(self, new_tokens: int) -> None:

@@ -1,11 +1,11 @@
 """Past: what a layer holds during one attention call, and the handle that stands for it.
 
-Decision: for a decode step of an attached model, ``update`` returns two :class:`PastTensor` instead of full tensors.
-They have shape, dtype and device of what they stand for and hold nothing but a :class:`Past`: views of codes, sinks
-and recent tokens. Attention of ours reads the codes through it; any other operation on a handle (a model that touches
-its keys between cache and attention, a debugger) makes it turn itself into the full tensor first, so nothing that works
-with full tensors fails with handles. Rejected: returning codes under the name of keys, which only our attention would
-understand.
+Decision: for a decode step ``update`` returns two :class:`PastTensor` instead of full tensors. They have shape, dtype
+and device of what they stand for and hold nothing but a :class:`Past`: views of codes, sinks and recent tokens.
+Attention of ours, or torch's where the model is not attached, reads the codes through it; any other operation on a
+handle (a model that touches its keys between cache and attention, a debugger) makes it turn itself into the full
+tensor first, so nothing that works with full tensors fails with handles. Rejected: returning codes under the name of
+keys, which only our attention would understand.
 
 A ``Past`` stays valid while later blocks close: closed blocks are never rewritten, a window that moves on gets a new
 buffer, and tokens are appended behind what is looked at. It ends with the call: a crop or a change of the batch
@@ -14,7 +14,7 @@ moves what it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,17 +78,20 @@ def row_groups(rows: list[RowState]) -> Iterator[tuple[slice, RowState]]:
 
 
 class PastTensor(torch.Tensor):
-    """Stands for the keys or values ``[B, K, T, D]`` of a :class:`Past`; any operation on it reads them in full."""
+    """Stands for the keys or values ``[B, K, T, D]`` of a :class:`Past`. Torch's ``scaled_dot_product_attention`` reads
+    the codes, if somebody has said how (``attend``); any other operation reads the full tensor, once."""
 
     past: Past
     slot: int
+    attend: Callable[..., torch.Tensor | None] | None
+    _full: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, past: Past, slot: int) -> PastTensor:
+    def __new__(cls, past: Past, slot: int, attend: Callable[..., torch.Tensor | None] | None = None) -> PastTensor:
         like = past.recent[slot][-1]
         shape = (*like.shape[:2], past.length, like.shape[3])
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # pyright: ignore
-        handle.past, handle.slot = past, slot
+        handle.past, handle.slot, handle.attend, handle._full = past, slot, attend, None
         return handle
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -96,9 +99,20 @@ class PastTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The full tensor."""
-        return self.past.read(self.slot)
+        if self._full is None:
+            self._full = self.past.read(self.slot)
+        return self._full
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3:
+            key = args[1]
+            if isinstance(key, PastTensor) and key.attend is not None:
+                output = key.attend(*args, **(kwargs or {}))
+                if output is not None:
+                    return output
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

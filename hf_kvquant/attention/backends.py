@@ -42,8 +42,7 @@ def compiled(
     count = query.shape[2]
     steps = []
     for index in range(count):
-        recent = past.length - past.window_start - (count - 1 - index)
-        own = _row_mask(mask, index, past.window_start + recent)
+        own, recent = _visible(mask, index, past, newer=count - 1 - index)
         plan = plan_of(past, query.shape[1], scaling, softcap, own is not None, auxiliary is not None)
         tensors = {"query": query[:, :, index : index + 1].contiguous()} | tensors_of(past, plan, recent)
         if plan.masked:
@@ -54,16 +53,21 @@ def compiled(
     return steps[0] if count == 1 else torch.cat(steps, 1)
 
 
-def _row_mask(mask: torch.Tensor | None, index: int, total: int) -> torch.Tensor | None:
-    """The mask ``[B or 1, total]`` of one new token; None where it hides nothing (asked on CPU only, where it is
-    cheap)."""
+def _visible(mask: torch.Tensor | None, index: int, past: Past, newer: int) -> tuple[torch.Tensor | None, int]:
+    """The mask ``[B or 1, T]`` of one new token, None where it hides nothing, and how many recent tokens there are to
+    see: without those ``newer`` than itself, if they are hidden (asked on CPU only, where it is cheap)."""
+    recent = past.length - past.window_start
     if mask is None:
-        return None
-    own = mask[:, 0, index, :total]
+        return None, recent - newer
+    own = mask[:, 0, index]
     if own.device.type != "cpu":
-        return own
-    hides = not own.all() if own.dtype == torch.bool else bool(own.any())
-    return own if hides else None
+        return own, recent
+    hidden = ~own if own.dtype == torch.bool else own <= torch.finfo(own.dtype).min
+    seen = past.length - newer
+    if newer and bool(hidden[:, seen:].all()):
+        own, hidden, recent = own[:, :seen], hidden[:, :seen], recent - newer
+    plain = not hidden.any() if own.dtype == torch.bool else not own.any()
+    return (None if plain else own), recent
 
 
 BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode}

@@ -54,6 +54,7 @@ _STATIC = dynamo_config.patch(specialize_int=True, specialize_float=True)
 _DISTINCT = shape_config.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@functools.cache
 def compiler() -> str:
     """The C++ compiler that inductor would use; empty if there is none."""
     from torch._inductor.exc import InvalidCxxCompiler

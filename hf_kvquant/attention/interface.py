@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvquant._compat import attention_of, set_attention
-from hf_kvquant.attention.backends import BACKENDS
+from hf_kvquant.attention.backends import BACKENDS, compiled
 from hf_kvquant.attention.plan import refusal
 from hf_kvquant.past import Past, PastTensor, past_of
 
@@ -115,17 +115,55 @@ def _attention(backend: str, previous: str) -> Attention:
     return attend
 
 
+def attend_unattached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """``torch.nn.functional.scaled_dot_product_attention`` on handles: what a model that is not attached calls.
+
+    Returns:
+        ``[B, H, q, Dv]``, or None if the codes cannot serve: the caller then goes on with full tensors.
+    """
+    past = past_of(key, value)
+    if past is None or query.dim() != 4 or dropout_p or is_causal or _needs_grad(query) or refusal(past):
+        return None
+    batch, heads, count, dim = query.shape
+    if attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.shape[1] != 1 or attn_mask.requires_grad):
+        return None
+    scaling = dim**-0.5 if scale is None else float(scale)
+    with torch.no_grad():
+        if (heads == key.shape[1] or count == 1) and (attn_mask is None or attn_mask.shape[2] == 1):
+            # Rows that all see the same: the query heads of a KV head, as transformers packs them, or tokens.
+            rows = query.reshape(batch, heads * count, 1, dim)
+            return compiled(rows, past, scaling, 0.0, attn_mask).unflatten(2, (heads, count)).squeeze(1)
+        if heads % key.shape[1] or (heads != key.shape[1] and not enable_gqa):
+            return None
+        if attn_mask is None or attn_mask.shape[2] != count:
+            return None
+        return compiled(query, past, scaling, 0.0, attn_mask).transpose(1, 2)
+
+
 def _previous(module: torch.nn.Module, name: str) -> Attention:
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward  # pyright: ignore
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+def _needs_grad(query: torch.Tensor) -> bool:
+    return query.requires_grad and torch.is_grad_enabled()
+
+
 def _declines(
     module: torch.nn.Module, query: torch.Tensor, past: Past, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
     """Whether this call is for the previous implementation."""
-    if query.requires_grad and torch.is_grad_enabled():
+    if _needs_grad(query):
         return True
     if (kwargs.get("dropout") and module.training) or kwargs.get("output_attentions"):
         return True

@@ -1,0 +1,313 @@
+"""Attached models decode straight from the codes: the same tokens as through full tensors of the same codes, in every
+way of generating, and the previous attention wherever codes cannot serve."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
+from hf_kvquant import cache as cache_module
+from hf_kvquant.attention import backends, interface
+from hf_kvquant.attention.decode import decode
+from hf_kvquant.past import PastTensor
+from tests import tiny
+from tests.tiny import forward, left_padded, load, prompt, relative_error
+from tests.tolerances import TOLERANCES
+
+QUANTIZED = tiny.quantized("int8", "int8")
+CENTRED = KVQuantConfig(
+    TensorSpec("midrise8", "token", None, scale_format="log2_8", center="rope", normalize=True, rotation="hadamard"),
+    TensorSpec("midrise8", "token", None, scale_format="log2_8", rotation="hadamard"),
+    residual_length=16,
+    calibration_length=16,
+)
+BEFORE_ROPE = KVQuantConfig(TensorSpec("int8", "channel", 16), TensorSpec("int8", "token", 16), 16, pre_rope=True)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """Decode steps read codes whatever the length, uncompiled; the list gets an entry per call."""
+    calls: list[int] = []
+
+    def run(plan: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(tensors["query"].shape[0])
+        return decode(plan, tensors)
+
+    monkeypatch.setattr(backends, "_run", run)
+    monkeypatch.setattr(cache_module, "MIN_LENGTH", 0)
+    return calls
+
+
+def generated(model: Any, ids: torch.Tensor, backend: str, quantization: KVQuantConfig, **options: Any) -> torch.Tensor:
+    with attach(model, backend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tiny.generate(model, ids, QuantizedKVCache(model.config, quantization), 24, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4", "qwen3_next"])
+@pytest.mark.parametrize("quantization", [QUANTIZED, CENTRED, BEFORE_ROPE], ids=["post", "centred", "pre"])
+def test_generate_gives_the_tokens_of_full_tensors(name, quantization, steps) -> None:
+    model, ids = load(name), prompt(2, 100)
+    codes = generated(model, ids, "compiled", quantization)
+    assert steps, "no step read codes"
+    used = len(steps)
+    assert torch.equal(codes, generated(model, ids, "full", quantization))
+    assert len(steps) == used
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_left_padding(name, implementation, steps) -> None:
+    model = copy.deepcopy(load(name))
+    model.set_attn_implementation(implementation)
+    ids, mask = left_padded(prompt(3, 70), [0, 9, 33])
+    for quantization in (QUANTIZED, CENTRED, BEFORE_ROPE):
+        options = {"attention_mask": mask}
+        codes = generated(model, ids, "compiled", quantization, **options)
+        assert torch.equal(codes, generated(model, ids, "full", quantization, **options))
+    assert steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_return_sequences": 3, "do_sample": True, "top_k": 5},
+        {"prompt_lookup_num_tokens": 4},
+        {"penalty_alpha": 0.0, "repetition_penalty": 1.1},
+    ],
+    ids=["beams", "sampling", "prompt lookup", "penalty"],
+)
+def test_other_ways_of_generating(options, steps) -> None:
+    model, ids = load("llama"), prompt(1, 60).repeat(1, 2)
+    results = []
+    for backend in ("compiled", "full"):
+        torch.manual_seed(3)
+        results.append(generated(model, ids, backend, CENTRED, **options))
+    assert steps
+    assert torch.equal(*results)
+
+
+def test_assisted_decoding(steps) -> None:
+    model, assistant = load("llama"), load("llama_mha")
+    ids = prompt(1, 60)
+    results = [generated(model, ids, backend, QUANTIZED, assistant_model=assistant) for backend in ("compiled", "full")]
+    assert steps
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("new", [1, 2, 7, 16, 17])
+def test_logits_of_short_and_long_steps(new, steps) -> None:
+    model, ids = load("llama"), prompt(2, 120)
+    logits = []
+    for backend in ("compiled", "full"):
+        cache = QuantizedKVCache(model.config, QUANTIZED)
+        with attach(model, backend):
+            forward(model, ids[:, :-new], cache)
+            logits.append(forward(model, ids[:, -new:], cache))
+    assert bool(steps) == (new <= cache_module.MAX_NEW_TOKENS)
+    assert relative_error(*logits) <= TOLERANCES["attention_fp32"]
+
+
+def test_the_reference_backend(steps) -> None:
+    model, ids = load("qwen3"), prompt(2, 60)
+    assert torch.equal(generated(model, ids, "reference", QUANTIZED), generated(model, ids, "full", QUANTIZED))
+    assert not steps
+
+
+def test_weights_are_given_where_they_are_asked_for(steps) -> None:
+    model = copy.deepcopy(load("llama"))
+    model.set_attn_implementation("eager")
+    ids = prompt(1, 61)
+    cache = QuantizedKVCache(model.config, QUANTIZED)
+    with attach(model, "compiled"), torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        output = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
+    assert [weights.shape[-1] for weights in output.attentions] == [61] * 3
+
+
+def test_gradients_go_through_full_tensors(steps) -> None:
+    model, ids = load("llama"), prompt(1, 61)
+    cache = QuantizedKVCache(model.config, QUANTIZED)
+    with attach(model, "compiled"):
+        forward(model, ids[:, :-1], cache)
+        embeddings = model.get_input_embeddings()(ids[:, -1:]).detach().requires_grad_()
+        model(inputs_embeds=embeddings, past_key_values=cache).logits.sum().backward()
+    assert not steps
+    assert embeddings.grad is not None
+    assert embeddings.grad.abs().sum() > 0
+
+
+def test_short_contexts_read_full_tensors(monkeypatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(backends, "_run", lambda plan, tensors: calls.append(1) or decode(plan, tensors))
+    model = load("llama")
+    generated(model, prompt(1, 100), "compiled", QUANTIZED)
+    assert not calls
+    generated(model, prompt(1, cache_module.MIN_LENGTH + 1), "compiled", QUANTIZED)
+    assert calls
+
+
+def test_no_trace_is_left(steps) -> None:
+    model = copy.deepcopy(load("llama"))
+    before = model.config._attn_implementation
+    first = attach(model, "compiled")
+    second = attach(model, "reference")
+    assert model.config._attn_implementation == "hf_kvquant_reference_sdpa"
+    first.detach()
+    assert model.config._attn_implementation == "hf_kvquant_reference_sdpa"
+    second.detach()
+    assert model.config._attn_implementation == before == "sdpa"
+
+
+def test_an_implementation_chosen_later_is_kept() -> None:
+    model = copy.deepcopy(load("llama"))
+    with attach(model, "compiled"):
+        model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_pickled_attached_model_attends_in_another_process(tmp_path, steps) -> None:
+    model = copy.deepcopy(load("llama"))
+    with attach(model, "reference"):
+        (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+    code = f"""
+import pickle, torch, warnings
+model = pickle.load(open({str(tmp_path / "model.pickle")!r}, "rb"))
+from hf_kvquant import QuantizedKVCache
+assert model.config._attn_implementation == "hf_kvquant_reference_sdpa"
+with torch.no_grad():
+    model(torch.ones(1, 20, dtype=torch.long), past_key_values=QuantizedKVCache(model.config, "k4v4"))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_models_that_ask_for_the_implementation_by_name_keep_it() -> None:
+    model = load("gpt2")
+    with attach(model, "compiled") as handle:
+        assert model.config._attn_implementation == "sdpa"
+    assert "its code asks for the attention implementation by name" in handle.summary()
+
+
+def test_the_handle_says_what_was_chosen() -> None:
+    with attach(load("llama")) as handle:
+        assert handle.backend.name == "compiled"
+        assert "CPU with a C++ compiler" in handle.summary()
+
+
+def test_without_a_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(backends, "compiler", lambda: "")
+    model = load("llama")
+    with pytest.warns(UserWarning, match="decode attention reads full tensors: no C"):
+        handle = attach(model)
+    assert handle.backend.name == "full"
+    assert model.config._attn_implementation == "sdpa"
+    handle.detach()
+    with pytest.raises(RuntimeError, match="backend='compiled' is not valid: no C"):
+        attach(model, "compiled")
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend='cuda' is not valid: choose one of auto, full, compiled, reference"):
+        attach(load("llama"), "cuda")
+
+
+def test_names_of_other_implementations_are_not_ours() -> None:
+    for name in (None, "sdpa", "hf_kvquant", "hf_kvquant_compiled", "hf_kvquant_compiled_flex", "hf_kvquant_x_sdpa"):
+        assert interface.parse(name) is None
+    assert interface.parse("hf_kvquant_compiled_eager") == ("compiled", "eager")
+
+
+def test_a_handle_is_a_full_tensor_to_anyone_else(steps) -> None:
+    config = tiny.quantized("int4", "int4")
+    keys, values = tiny.states(2, 2, 100, 16)
+    layer, other = (
+        tiny.filled(config, (keys[:, :, :-1], values[:, :, :-1])),
+        tiny.filled(config, (keys[:, :, :-1], values[:, :, :-1])),
+    )
+    handle, values_handle = layer.update_for_attention(keys[:, :, -1:], values[:, :, -1:])
+    full, full_values = other.update(keys[:, :, -1:], values[:, :, -1:])
+    assert isinstance(handle, PastTensor)
+    assert (handle.shape, handle.dtype, handle.device) == (full.shape, full.dtype, full.device)
+    assert torch.equal(handle + 0, full)
+    assert torch.equal(torch.cat([handle, full], 2)[:, :, :100], full)
+    assert torch.equal(handle.transpose(1, 2).reshape(2, 100, -1), full.transpose(1, 2).reshape(2, 100, -1))
+    assert torch.equal(
+        torch.nn.functional.scaled_dot_product_attention(handle, handle, values_handle),
+        torch.nn.functional.scaled_dot_product_attention(full, full, full_values),
+    )
+    assert "PastTensor(shape=(2, 2, 100, 16)" in repr(handle)
+
+
+# -------------------------------------------------------------------- models that are not attached
+
+
+def unattached(model: Any, ids: torch.Tensor, backend: str, **options: Any) -> torch.Tensor:
+    return tiny.generate(model, ids, QuantizedKVCache(model.config, QUANTIZED, backend=backend), 24, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3", "gemma3", "qwen3_next", "gpt2"])
+def test_unattached_models_attend_to_codes_through_sdpa(name, steps) -> None:
+    model, ids = load(name), prompt(2, 60)
+    codes = unattached(model, ids, "auto")
+    used = len(steps)
+    assert used
+    assert torch.equal(codes, unattached(model, ids, "full"))
+    assert len(steps) == used
+
+
+def test_unattached_with_padding_and_beams(steps) -> None:
+    model = load("llama")
+    ids, mask = left_padded(prompt(3, 70), [0, 9, 33])
+    for options in (
+        {"attention_mask": mask},
+        {"attention_mask": mask, "num_beams": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ):
+        given = ids if "prompt_lookup_num_tokens" not in options else prompt(1, 40).repeat(1, 2)
+        used = len(steps)
+        assert torch.equal(unattached(model, given, "auto", **options), unattached(model, given, "full", **options))
+        assert len(steps) > used
+
+
+def test_unattached_eager_models_read_full_tensors(steps) -> None:
+    model = copy.deepcopy(load("llama"))
+    model.set_attn_implementation("eager")
+    ids = prompt(2, 60)
+    assert torch.equal(unattached(model, ids, "auto"), unattached(model, ids, "full"))
+    assert not steps
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("implicit", [False, True])
+def test_torch_attention_on_handles(heads, count, masked, implicit, steps) -> None:
+    """Whatever mixture of query heads, tokens and masks torch takes gives what it gives on full tensors."""
+    keys, values = tiny.states(2, 2, 103, 16)
+    layers = [tiny.filled(tiny.quantized(), (keys[:, :, :-3], values[:, :, :-3])) for _ in range(2)]
+    new = keys[:, :, -3:], values[:, :, -3:]
+    handles, full = layers[0].update_for_attention(*new, interface.attend_unattached), layers[1].update(*new)
+    query = torch.randn(2, heads, count, 16, generator=torch.Generator().manual_seed(0))
+    mask = (torch.rand(2, 1, count, 103, generator=torch.Generator().manual_seed(1)) > 0.3) if masked else None
+    options: dict[str, Any] = {"attn_mask": mask, "enable_gqa": heads > 2} | ({} if implicit else {"scale": 0.3})
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        assert (
+            relative_error(attention(query, *handles, **options), attention(query, *full, **options))
+            <= TOLERANCES["attention_fp32"]
+        )
+    assert bool(steps) == (masked or heads == 2 or count == 1)
+
+
+def test_an_unknown_backend_of_a_cache() -> None:
+    with pytest.raises(ValueError, match="backend='compiled' is not valid: choose one of auto, full"):
+        QuantizedKVCache(load("llama").config, backend="compiled")
