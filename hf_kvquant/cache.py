@@ -25,7 +25,7 @@ from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
 from hf_kvquant.spec import TensorSpec, check_choice, invalid
 
 # Decode steps of an attached model read codes from this length on; see benchmarks/results/attention.md.
-MIN_LENGTH = 512
+MIN_LENGTH = 256
 MAX_NEW_TOKENS = 16
 
 

@@ -72,10 +72,6 @@ class RotaryLayout:
             return x[..., stop:]
         return torch.cat([x[..., : self.offset], x[..., stop:]], -1)
 
-    def reorder(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [..., D]`` with its channels in the order: first of all pairs, second of all pairs, the rest."""
-        return torch.cat([*self.parts(x), self.rest(x)], -1)
-
     def dot_terms(self, q: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the dot product of q with rotated x is made of: ``q . R x = along . cos + across . sin + rest``.
 

@@ -31,6 +31,9 @@ from hf_kvquant.ranges import read_scale, read_zero
 from hf_kvquant.rotary import RotaryLayout
 from hf_kvquant.spec import TensorSpec
 
+# Numbers in a vector register (AVX-512, fp32).
+VECTOR = 16
+
 
 @dataclass(frozen=True)
 class Run:
@@ -64,14 +67,29 @@ def runs_of(widths: tuple[int, ...], length: int, tokens_per_group: int) -> Iter
 
 def floats(plane: torch.Tensor, width: int, run: Run, dim: int, fmt: NumberFormat) -> torch.Tensor:
     """The codes of a run as fp32; table formats looked up."""
-    part = plane.narrow(dim, run.start, run.size)
     if fmt.kind == "table":
-        return _float8(part, fmt)
+        return _float8(plane.narrow(dim, run.start, run.size), fmt)
+    return _bits(plane, width, run, dim).to(torch.float32)
+
+
+def _bits(plane: torch.Tensor, width: int, run: Run, dim: int) -> torch.Tensor:
+    part = plane.narrow(dim, run.start, run.size)
     if run.shift:
         part = part >> run.shift
-    if run.shift + width < 8:
-        part = part & (2**width - 1)
-    return part.to(torch.float32)
+    return part & (2**width - 1) if run.shift + width < 8 else part
+
+
+def _whole(planes: tuple[Plane, ...], stored: tuple[torch.Tensor, ...], runs: list[Run], dim: int) -> torch.Tensor:
+    """Codes of a run as fp32, put together from all planes of a uniform format: one multiplication per code and head
+    instead of one per plane."""
+    if len(planes) == 1:
+        return floats(stored[0], planes[0].width, runs[0], dim, planes[0].parts[0].fmt)
+    code = None
+    for plane, tensor, run in zip(planes, stored, runs, strict=True):
+        part = _bits(tensor, plane.width, run, dim) << plane.parts[0].shift
+        code = part if code is None else code | part
+    assert code is not None
+    return code.to(torch.float32)
 
 
 def _float8(part: torch.Tensor, fmt: NumberFormat) -> torch.Tensor:
@@ -174,13 +192,8 @@ def _scaled_scores(
         channels = slice(group * size, (group + 1) * size)
         dots = []
         for plane, stored in zip(layout, blocks.planes, strict=True):
-            weights = _plane_query(head, plane, channels)[:, :, None, :, None]
             codes = stored if spec.widths else stored[..., channels, :]
-            pieces = [
-                (floats(codes, plane.width, run, -1, plane.parts[0].fmt) * weights).sum(-2)
-                for (run,) in runs_of((plane.width,), length, 1)
-            ]
-            dots.append(torch.cat(pieces, -1))
+            dots.append(_plane_dots(_plane_query(head, plane, channels), codes, plane, length))
         own = scale[..., min(group, scale.shape[-1] - 1)]
         score = (_total(dots) - _offset_term(head, spec, channels)) * _per_token(own, spec.tokens_per_group)
         if zero is not None:
@@ -188,6 +201,23 @@ def _scaled_scores(
             score = score + total * _per_token(zero[..., group], spec.tokens_per_group)
         scores.append(score)
     return _total(scores)
+
+
+def _plane_dots(weights: torch.Tensor, codes: torch.Tensor, plane: Plane, length: int) -> torch.Tensor:
+    """Weights ``[B, K, C]`` times the codes of a plane ``[B, K, n, C, G*w/8]``: ``[B, K, n, G]``."""
+    rows, fmt = codes.shape[-1], plane.parts[0].fmt
+    # Planes of one bit have runs of 8 tokens, half a vector: two channels at a time fill it (cm3 keys: 22 -> 10 ms).
+    lanes = VECTOR // rows if rows < VECTOR and codes.shape[-2] % (VECTOR // rows) == 0 else 1
+    if lanes > 1:
+        codes = codes.flatten(-2).unflatten(-1, (-1, lanes * rows))
+        weights = written(weights[..., None].expand(-1, -1, -1, rows)).flatten(-2).unflatten(-1, (-1, lanes * rows))
+    spread = weights[:, :, None, :, None] if lanes == 1 else weights[:, :, None]
+    pieces = []
+    for (run,) in runs_of((plane.width,), length, 1):
+        wide = Run(run.token, lanes * run.size, run.start, run.shift, run.group)
+        dots = (floats(codes, plane.width, wide, -1, fmt) * spread).sum(-2)
+        pieces.append(dots.unflatten(-1, (lanes, rows)).sum(-2) if lanes > 1 else dots)
+    return torch.cat(pieces, -1)
 
 
 def _plane_query(head: torch.Tensor, plane: Plane, channels: slice) -> torch.Tensor:
@@ -231,20 +261,23 @@ def rotated_scores(
     scale, zero = read_scale(blocks, spec, query.device, True), read_zero(blocks, spec)
     planes = planes_of(spec, query.shape[-1])
     cos, sin = (table.float().transpose(1, 2)[:, None] for table in tables)  # [B or 1, 1, n, h, G]
+    (first_queries, second_queries), rest_queries = layout.parts(query), layout.rest(query)
     pieces: list[torch.Tensor] = []
     for runs in runs_of(tuple(plane.width for plane in planes), length, spec.tokens_per_group):
-        codes = _total(
-            [
-                floats(stored, plane.width, run, -1, plane.parts[0].fmt) * float(2 ** plane.parts[0].shift)
-                for plane, stored, run in zip(planes, blocks.planes, runs, strict=True)
-            ]
-        )
+        codes = _whole(planes, blocks.planes, runs, -1)
         keys = _dequantized(codes, spec, runs[0], scale, zero)
         if mean is not None:
             keys = keys + mean[:, :, None, :, None]
         turned = _turned(keys, layout, cos[..., runs[0].tokens], sin[..., runs[0].tokens])
-        ordered = layout.reorder(query)
-        pieces.append(torch.stack([(turned * head[:, :, None, :, None]).sum(-2) for head in ordered.unbind(2)], 2))
+        rest = layout.rest(keys.transpose(-1, -2)).transpose(-1, -2)
+        heads = []
+        for index in range(query.shape[2]):
+            one, other = (each[:, :, index, None, :, None] for each in (first_queries, second_queries))
+            score = (turned[0] * one + turned[1] * other).sum(-2)
+            if rest.shape[-2]:
+                score = score + (rest * rest_queries[:, :, index, None, :, None]).sum(-2)
+            heads.append(score)
+        pieces.append(torch.stack(heads, 2))
     return torch.cat(pieces, -1)
 
 
@@ -266,12 +299,13 @@ def _dequantized(
     return keys if zero is None else keys + spread(zero)
 
 
-def _turned(keys: torch.Tensor, layout: RotaryLayout, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Keys ``[..., D, tokens]`` rotated, channels in the order of :meth:`RotaryLayout.reorder`."""
+def _turned(
+    keys: torch.Tensor, layout: RotaryLayout, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and second channels of all pairs of keys ``[..., D, tokens]``, rotated."""
     first, second = (part.transpose(-1, -2) for part in layout.parts(keys.transpose(-1, -2)))
     sin = sin * layout.sign
-    rest = layout.rest(keys.transpose(-1, -2)).transpose(-1, -2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -2)
+    return first * cos - second * sin, second * cos + first * sin
 
 
 # -------------------------------------------------------------------- values
@@ -296,8 +330,12 @@ def weighted_values(
     if spec.number_format.lossless:
         values = blocks.planes[0].float()
         return torch.stack([(values * head[..., None]).sum(3).sum(2) for head in heads], 2)
-    scale, zero = written(read_scale(blocks, spec, weights.device, True)), read_zero(blocks, spec)
-    weigh = _values_by_token if spec.tokens_per_group == 1 else _values_by_group
+    scale, zero = read_scale(blocks, spec, weights.device, True), read_zero(blocks, spec)
+    weigh = _values_by_group
+    if spec.tokens_per_group == 1:  # tokens innermost, as the weights have them
+        weigh, scale = _values_by_token, scale.transpose(-1, -2)
+        zero = None if zero is None else written(zero.transpose(-1, -2))
+    scale = written(scale)
     return torch.stack([weigh(head, blocks, spec, head_dim, length, scale, zero) for head in heads], 2)
 
 
@@ -310,15 +348,16 @@ def _values_by_token(
     scale: torch.Tensor,
     zero: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One scale per token (and group of channels): it goes into the weight ``[B, K, n, G]``."""
+    """One scale per token (and group of channels): it goes into the weight ``[B, K, n, G]``; ``scale, zero [B, K, n,
+    D/c, G]``."""
     size = spec.channels_per_group(head_dim)
     sums = []
     for group in range(head_dim // size):
-        weights = written(head * scale[..., group])
+        weights = written(head * scale[..., group, :])
         channels = slice(group * size, (group + 1) * size)
         total = _unit_sums(weights, blocks, spec, channels, head_dim, length, 0, 1)
         if zero is not None:  # block by block, where it nearly cancels the codes: their sums are far larger
-            total = total + (head * zero[..., group]).sum(-1)[..., None]
+            total = total + (head * zero[..., group, :]).sum(-1)[..., None]
         sums.append(total.sum(2))
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 
@@ -356,29 +395,41 @@ def _unit_sums(
     tokens_per_group: int,
 ) -> torch.Tensor:
     """Weighted sums of the unit values ``[B, K, n, channels]`` over the tokens of one token group of each block."""
-    per_plane = []
     layout = planes_of(spec, head_dim)
-    for plane, stored in zip(layout, blocks.planes, strict=True):
-        codes = stored if spec.widths else stored[..., channels]
-        runs = [run for (run,) in runs_of((plane.width,), length, tokens_per_group) if run.group == group]
-        pieces = [
-            floats(codes, plane.width, run, -2, plane.parts[0].fmt) * weights[..., run.tokens, None] for run in runs
-        ]
-        alike = len({piece.shape[-2] for piece in pieces}) == 1
-        per_plane.append(_total(pieces).sum(-2) if alike else _total([piece.sum(-2) for piece in pieces]))
+    if spec.widths:
+        together = [((plane,), (stored,)) for plane, stored in zip(layout, blocks.planes, strict=True)]
+    else:
+        together = [(layout, tuple(stored[..., channels] for stored in blocks.planes))]
+    sums = [_weighted_sum(weights, *each, length, group, tokens_per_group) for each in together]
     span = length if tokens_per_group == 1 else tokens_per_group
     mass = weights[..., group * span : (group + 1) * span].sum(-1)[..., None]
-    return _joined(per_plane, layout, spec, head_dim, mass)
+    if spec.widths:
+        return _joined(sums, layout, spec, head_dim, mass)
+    return sums[0] * spec.number_format.step - mass * _offset(spec.number_format, spec)
+
+
+def _weighted_sum(
+    weights: torch.Tensor,
+    planes: tuple[Plane, ...],
+    stored: tuple[torch.Tensor, ...],
+    length: int,
+    group: int,
+    tokens_per_group: int,
+) -> torch.Tensor:
+    """Weighted sums of the codes in ``planes`` over the tokens of one token group of each block."""
+    pieces = [
+        _whole(planes, stored, runs, -2) * weights[..., runs[0].tokens, None]
+        for runs in runs_of(tuple(plane.width for plane in planes), length, tokens_per_group)
+        if runs[0].group == group
+    ]
+    alike = len({piece.shape[-2] for piece in pieces}) == 1
+    return _total(pieces).sum(-2) if alike else _total([piece.sum(-2) for piece in pieces])
 
 
 def _joined(
     sums: list[torch.Tensor], layout: tuple[Plane, ...], spec: TensorSpec, head_dim: int, mass: torch.Tensor
 ) -> torch.Tensor:
-    """The sums over each plane's codes -> sums of unit values, channels of 0 bits as zeros."""
-    if not spec.widths:
-        fmt = spec.number_format
-        scaled = [each * (fmt.step * 2 ** plane.parts[0].shift) for each, plane in zip(sums, layout, strict=True)]
-        return _total(scaled) - mass * _offset(fmt, spec)
+    """The sums over each plane's codes -> sums of unit values for mixed widths, channels of 0 bits as zeros."""
     columns, covered = [], 0
     for fmt, start, stop in spec.segments(head_dim):
         parts = [
