@@ -174,6 +174,28 @@ def test_compiled_equals_uncompiled_and_compiles_once(name) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_compiled_short_and_run_long() -> None:
+    """Compiled for a few blocks, the same function serves more than 64 and more than 4,096 of them, in one thread and
+    two."""
+    run, threads = CompiledDecode(), torch.get_num_threads()
+    config = both(TensorSpec("int4", "channel", 8))
+    for count, tokens in ((1, 300), (1, 1000), (1, 40_000), (2, 1000)):
+        torch.set_num_threads(count)
+        query, past = past_with(config, (1, 1, 2, 16, tokens))
+        right = reference.decode(query, past, 0.25)
+        got = with_run(run, query, past, (0.25, 0.0, None, None))
+        torch.set_num_threads(threads)
+        assert relative_error(got, right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3"])
+@pytest.mark.usefixtures("uncompiled")
+def test_long_contexts_lose_nothing_to_rounding(name) -> None:
+    query, past = past_with(PRESETS[name].config, (1, 1, 2, 64, 20_000))
+    right = reference.decode(query, past, 0.125)
+    assert relative_error(backends.compiled(query, past, 0.125), right) <= TOLERANCES["attention_fp32"]
+
+
 @pytest.mark.parametrize("name", ["k4v4", "cm3"])
 def test_compiled_with_masks_and_learned_sinks(name) -> None:
     run = CompiledDecode()

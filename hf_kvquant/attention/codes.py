@@ -405,7 +405,8 @@ def _unit_sums(
     mass = weights[..., group * span : (group + 1) * span].sum(-1)[..., None]
     if spec.widths:
         return _joined(sums, layout, spec, head_dim, mass)
-    return sums[0] * spec.number_format.step - mass * _offset(spec.number_format, spec)
+    fmt = spec.number_format
+    return sums[0] * fmt.step + mass * (_middle(layout) * fmt.step - _offset(fmt, spec))
 
 
 def _weighted_sum(
@@ -416,14 +417,24 @@ def _weighted_sum(
     group: int,
     tokens_per_group: int,
 ) -> torch.Tensor:
-    """Weighted sums of the codes in ``planes`` over the tokens of one token group of each block."""
+    """Weighted sums of the codes in ``planes``, less their middle, over the tokens of one token group of each block.
+    Values vary about zero and codes about their middle: sums of thousands of codes as they are would lose to rounding
+    what the offset takes away again (relative RMS 1.4e-5 instead of 3e-6 at 16,384 tokens)."""
+    middle = _middle(planes)
     pieces = [
-        _whole(planes, stored, runs, -2) * weights[..., runs[0].tokens, None]
+        (_whole(planes, stored, runs, -2) - middle) * weights[..., runs[0].tokens, None]
         for runs in runs_of(tuple(plane.width for plane in planes), length, tokens_per_group)
         if runs[0].group == group
     ]
     alike = len({piece.shape[-2] for piece in pieces}) == 1
     return _total(pieces).sum(-2) if alike else _total([piece.sum(-2) for piece in pieces])
+
+
+def _middle(planes: tuple[Plane, ...]) -> float:
+    """Half the range of the codes that ``planes`` hold together; 0 for tables."""
+    if planes[0].parts[0].fmt.kind == "table":
+        return 0.0
+    return 2.0 ** (sum(plane.width for plane in planes) - 1)
 
 
 def _joined(
@@ -433,7 +444,7 @@ def _joined(
     columns, covered = [], 0
     for fmt, start, stop in spec.segments(head_dim):
         parts = [
-            each[..., part.span] * (fmt.step * 2**part.shift)
+            (each[..., part.span] + mass * _middle((plane,))) * (fmt.step * 2**part.shift)
             for each, plane in zip(sums, layout, strict=True)
             for part in plane.parts
             if part.start == start

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+import sys
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -31,7 +32,16 @@ from hf_kvquant.attention.decode import decode
 from hf_kvquant.attention.plan import Plan
 from hf_kvquant.transforms import Hadamard
 
-_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False, "alignment_asserts": False}
+_OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "size_asserts": False,
+    "alignment_asserts": False,
+    # Inductor writes what is read often, or sums many terms, to memory first: here that would be the dequantized past.
+    # What has to be written says so (codes.written).
+    "realize_reads_threshold": 10_000,
+    "realize_opcount_threshold": 10_000,
+    "realize_acc_reads_threshold": 10_000,
+}
 # Dimensions that a plan fixes, by the last part of a tensor's name; batch, blocks and recent tokens stay dynamic.
 _PINNED = {
     "query": (1, 2, 3),
@@ -69,8 +79,8 @@ def compiler() -> str:
 
 
 class CompiledDecode:
-    """Compiled steps by plan, dtypes of tensors, and which of their sizes are 1 (torch compiles for that apart). The
-    plan determines which tensors there are."""
+    """Compiled steps by plan, dtypes of tensors, device and threads, and which of their sizes are 1 (torch compiles for
+    that apart). The plan determines which tensors there are."""
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, _Step] = {}
@@ -79,7 +89,9 @@ class CompiledDecode:
     def __call__(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """``[B, 1, H, Dv]``; see :func:`hf_kvquant.attention.decode.decode`."""
         given = list(tensors.values())
-        key = plan, tuple(tensor.dtype for tensor in given), given[0].device, _single(tensors)
+        # Inductor writes the number of threads into the code.
+        place = given[0].device, torch.get_num_threads()
+        key = plan, tuple(tensor.dtype for tensor in given), place, _single(tensors)
         step = self._steps.get(key)
         if step is None:
             with self._lock, _notice(plan):
@@ -166,11 +178,15 @@ def _pinned(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def _notice(plan: Plan) -> Iterator[None]:
-    """One line on stderr with the seconds passing, for as long as a plan is compiled or loaded."""
+    """One line on stderr while a plan is compiled or loaded; on a terminal with the seconds passing."""
     label = f"hf-kvquant: compiling decode attention ({plan.key.format} keys, {plan.value.format} values), kept on disk"
+    if not sys.stderr.isatty():
+        tqdm.write(label, file=sys.stderr)
+        yield
+        return
     with tqdm(total=None, desc=label, bar_format="{desc}: {elapsed}", leave=False, delay=1.0) as bar:
         done = threading.Event()
-        ticker = threading.Thread(target=functools.partial(_tick, bar, done), daemon=True)
+        ticker = threading.Thread(target=_tick, args=(bar, done), daemon=True)
         ticker.start()
         try:
             yield
@@ -181,5 +197,4 @@ def _notice(plan: Plan) -> Iterator[None]:
 
 def _tick(bar: tqdm, done: threading.Event) -> None:
     while not done.wait(0.5):
-        bar.update(0)
         bar.refresh()
