@@ -1,4 +1,4 @@
-"""Time of one decode step with each cache, side by side: ``python -m benchmarks.decode``.
+"""Time of one decode step with each cache over full tensors, side by side: ``python -m benchmarks.decode``.
 
 Decisions:
 - Caches are filled with random states through ``update``, layer by layer: how long codes take to read does not depend
@@ -13,6 +13,7 @@ Decisions:
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,19 @@ from benchmarks.common import (
     write_report,
 )
 from benchmarks.decode_summary import CYCLE, Sample, check_targets, summarize, to_markdown
-from hf_kvquant import QuantizedKVCache
+from hf_kvquant import PRESETS, QuantizedKVCache
 from hf_kvquant.models import load_model
 
 ORDINARY = (32, 96)  # positions timed in every round whatever closes
 DEFAULT_SCHEMES = (DYNAMIC, "static", QUANTO, "transformers-hqq4", "transformers-fp8", "k4v4", "int8")
+
+
+def over_full_tensors(scheme: Scheme) -> Scheme:
+    """Our caches with attention over full tensors: what it costs to read them. ``benchmarks.attention`` measures
+    attention over codes."""
+    if scheme.name not in PRESETS:
+        return scheme
+    return replace(scheme, build=lambda config, length: QuantizedKVCache(config, scheme.name, backend="full"))
 
 
 def closed_size(cache: Cache) -> int:
@@ -128,7 +137,8 @@ def run(
     path: Path,
 ) -> dict[str, Any]:
     """Measure, write the report and return it."""
-    schemes, skipped = choose_schemes(names, model.config)
+    chosen, skipped = choose_schemes(names, model.config)
+    schemes = [over_full_tensors(scheme) for scheme in chosen]
     settings = {"lengths": lengths, "rounds": rounds, "threads": threads, "dtype": str(model.dtype)}
     report = describe_run("decode", {**settings, "attention": model.config._attn_implementation})
     report |= {"skipped": skipped, "cells": [], "samples": []}
