@@ -139,6 +139,8 @@ class QuantizedKVCache(Cache):
             return False
         if key_states.requires_grad and torch.is_grad_enabled():
             return False
+        if all(spec.number_format.lossless for spec in (layer.config.key, layer.config.value)):
+            return False  # "none" promises the very bits of DynamicCache
         return key_states.shape[2] <= MAX_NEW_TOKENS and layer.length >= MIN_LENGTH and layer.has_blocks
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:

