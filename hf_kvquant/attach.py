@@ -150,14 +150,14 @@ def _takes_cache(module: torch.nn.Module) -> bool:
 class AttachHandle:
     """What :func:`attach` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block."""
 
-    def __init__(self, modules: list[torch.nn.Module], backend: Choice):
+    def __init__(self, modules: list[torch.nn.Module], backend: Choice, name: str):
         self.backend = backend
         self._modules = modules
         self._obstacles = [interface.obstacle(module) for module in modules]
         for module, obstacle in zip(modules, self._obstacles, strict=True):
             _hook_of(module).uses += 1
             if backend.name != "full" and not obstacle:
-                interface.switch(module, backend.name)
+                interface.switch(module, name)
 
     def summary(self) -> str:
         """How decode steps attend, and which layers cannot attend to codes, for what reason; one line each."""
@@ -240,4 +240,4 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
     choice = choose(backend, device)
     if backend == "auto" and choice.name == "full" and device.type == "cpu":
         warnings.warn(f"decode attention reads full tensors: {choice.reason}", stacklevel=2)
-    return AttachHandle(modules, choice)
+    return AttachHandle(modules, choice, backend)

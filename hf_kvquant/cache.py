@@ -23,6 +23,7 @@ from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensor
 from hf_kvquant.presets import ATTACHED_DEFAULT, DEFAULT_PRESET, resolve
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
 from hf_kvquant.spec import TensorSpec, check_choice, invalid
+from hf_kvquant.storage import storing
 
 # Decode steps of an attached model read codes from this length on; see benchmarks/results/attention.md.
 MIN_LENGTH = 256
@@ -126,18 +127,18 @@ class QuantizedKVCache(Cache):
         if self.quantization.needs_attach and isinstance(layer, QuantizedLayer):
             layer.check(key_states, value_states)
             self._capture_rotation(layer, pending, key_states)
-        if self._pays(layer, key_states):
+        if self._pays(layer, key_states, value_states):
             if pending is None and self.attends_unattached and key_states.device.type == "cpu":
                 return layer.update_for_attention(key_states, value_states, attend_unattached)
             if pending is not None and pending.attends:
                 return layer.update_for_attention(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _pays(self, layer: Any, key_states: torch.Tensor) -> bool:
+    def _pays(self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether attention is to read the codes of ``layer`` for these new tokens."""
         if not isinstance(layer, QuantizedLayer) or self.offloading or torch.compiler.is_compiling():
             return False
-        if key_states.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return False
         if all(spec.number_format.lossless for spec in (layer.config.key, layer.config.value)):
             return False  # "none" promises the very bits of DynamicCache
@@ -189,6 +190,7 @@ class QuantizedKVCache(Cache):
                 if isinstance(layer, QuantizedLayer):
                     layer.reconfigure(chosen.for_layer(index))
 
+    @storing
     def _capture_rotation(self, layer: QuantizedLayer, pending: Pending | None, key_states: torch.Tensor) -> None:
         """Keep the tables that rotated the new tokens, by the first layer of a group in a forward for all of them, and
         what the layer needs of the queries."""

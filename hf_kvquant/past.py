@@ -84,6 +84,7 @@ class PastTensor(torch.Tensor):
     past: Past
     slot: int
     attend: Callable[..., torch.Tensor | None] | None
+    touched: bool
     _full: torch.Tensor | None
 
     @staticmethod
@@ -91,7 +92,8 @@ class PastTensor(torch.Tensor):
         like = past.recent[slot][-1]
         shape = (*like.shape[:2], past.length, like.shape[3])
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # pyright: ignore
-        handle.past, handle.slot, handle.attend, handle._full = past, slot, attend, None
+        handle.past, handle.slot, handle.attend = past, slot, attend
+        handle.touched, handle._full = False, None
         return handle
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -117,13 +119,17 @@ class PastTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def full(value: Any) -> Any:
-            return value.read() if isinstance(value, PastTensor) else value
+            if not isinstance(value, PastTensor):
+                return value
+            value.touched = True  # it may be written to: from now on the full tensor is what counts
+            return value.read()
 
         return func(*tree_map(full, args), **tree_map(full, kwargs or {}))
 
 
 def past_of(key: torch.Tensor, value: torch.Tensor) -> Past | None:
     """The past that both handles stand for; None where they are not (or no longer) such a pair."""
-    if isinstance(key, PastTensor) and isinstance(value, PastTensor) and key.past is value.past:
-        return key.past if (key.slot, value.slot) == (0, 1) else None
-    return None
+    if not (isinstance(key, PastTensor) and isinstance(value, PastTensor)) or key.past is not value.past:
+        return None
+    untouched = not (key.touched or value.touched)
+    return key.past if untouched and (key.slot, value.slot) == (0, 1) else None

@@ -46,7 +46,7 @@ def probe(module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -
         cache_name: name of the argument that takes the cache.
     """
     embeddings: PositionEmbeddings = arguments["position_embeddings"]
-    small = {name: _first_tokens(value, arguments["hidden_states"].shape[1]) for name, value in arguments.items()}
+    small = {name: _last_tokens(value, arguments["hidden_states"].shape[1]) for name, value in arguments.items()}
     small |= {cache_name: _TapCache(), "attention_mask": None}
     angles = _random_angles(_first(embeddings))
     swapped = _is_swapped(embeddings)
@@ -105,12 +105,13 @@ def _first(embeddings: PositionEmbeddings) -> torch.Tensor:
     return embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
 
 
-def _first_tokens(value: Any, length: int) -> Any:
-    """The first row and tokens of an argument that holds one entry per token; everything else as it is."""
+def _last_tokens(value: Any, length: int) -> Any:
+    """The first row and last tokens of an argument that holds one entry per token; everything else as it is. The first
+    tokens may be padding, whose embedding and keys are zero in many models."""
     if isinstance(value, tuple):
-        return tuple(_first_tokens(item, length) for item in value)
+        return tuple(_last_tokens(item, length) for item in value)
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
-        return value[:1, :_PROBED_TOKENS]
+        return value[:1, -_PROBED_TOKENS:]
     return value
 
 

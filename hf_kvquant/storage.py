@@ -45,6 +45,9 @@ class PackedBlocks:
     def capacity(self) -> int:
         return 0 if self.held is None else self.held.planes[0].shape[2]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"held": self.held}  # views of a copy would be copies
+
     def write(self, blocks: QuantizedBlocks, rows: Rows, start: int, batch_size: int, reserve: int = 0) -> None:
         """Write ``n`` blocks of ``rows`` at block index ``start``, growing where needed.
 
@@ -89,6 +92,7 @@ class PackedBlocks:
         """Replace every tensor by ``function`` of it (batch selection, device moves)."""
         if self.held is not None:
             self.held = self.held.map(function)
+            self._views = (None, 0, {})
 
     def _resize(self, capacity: int) -> None:
         def grown(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +140,9 @@ class TensorState:
     sinks: torch.Tensor | None = None
     window: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # of decode attention
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"plans": {}}
 
     @property
     def unrotated(self) -> LayerRotary | None:

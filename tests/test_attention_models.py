@@ -17,6 +17,7 @@ import torch
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant import cache as cache_module
 from hf_kvquant.attention import backends, interface
+from hf_kvquant.attention.compiled import CompilationError, CompiledDecode
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.models import load_model
 from hf_kvquant.past import PastTensor
@@ -230,7 +231,7 @@ def test_without_a_compiler(monkeypatch) -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend='cuda' is not valid: choose one of auto, full, compiled, reference"):
+    with pytest.raises(ValueError, match="backend='cuda' is not valid: choose one of full, compiled, reference, auto"):
         attach(load("llama"), "cuda")
 
 
@@ -340,3 +341,99 @@ def test_smollm2_says_the_same_from_codes_and_from_full_tensors() -> None:
             said.append(tiny.generate(model, ids, QuantizedKVCache(model.config), 128, **options)[0, ids.shape[1] :])
     assert len(said[0]) == 128
     assert torch.equal(*said)
+
+
+# -------------------------------------------------------------------- found by trying to break it
+
+
+@pytest.mark.parametrize("trained", ["v_proj", "q_proj", "k_proj"])
+def test_gradients_of_each_projection(trained, steps) -> None:
+    norms = []
+    for backend in ("compiled", "full"):
+        model, ids = copy.deepcopy(load("llama")).requires_grad_(False), prompt(1, 64)
+        weight = getattr(model.model.layers[0].self_attn, trained).weight.requires_grad_()
+        cache = QuantizedKVCache(model.config, QUANTIZED)
+        with attach(model, backend):
+            forward(model, ids[:, :-4], cache)
+            model(ids[:, -4:], past_key_values=cache).logits.square().sum().backward()
+        assert weight.grad is not None
+        norms.append(weight.grad.norm())
+    assert norms[0] == pytest.approx(norms[1].item(), rel=1e-4)
+    assert norms[0] > 0
+
+
+def test_a_pickled_cache_reads_its_own_codes(steps) -> None:
+    model, ids = load("llama"), prompt(1, 200)
+    logits = []
+    for backend in ("compiled", "full"):
+        cache = QuantizedKVCache(model.config, QUANTIZED)
+        with attach(model, backend):
+            forward(model, ids[:, :119], cache)
+            forward(model, ids[:, 119:120], cache)
+            cache = pickle.loads(pickle.dumps(cache))
+            cache.crop(-41)
+            forward(model, ids[:, 120:160], cache)
+            logits.append(forward(model, ids[:, 160:161], cache))
+    assert relative_error(*logits) <= TOLERANCES["attention_fp32"]
+
+
+def test_a_handle_written_to_counts_as_written(steps) -> None:
+    keys, values = tiny.states(1, 2, 100, 16)
+    layer = tiny.filled(tiny.quantized(), (keys[:, :, :-1], values[:, :, :-1]))
+    handle, other = layer.update_for_attention(keys[:, :, -1:], values[:, :, -1:], interface.attend_unattached)
+    assert isinstance(handle, PastTensor)
+    full, query = handle.read().clone(), torch.randn(1, 2, 1, 16)
+    handle.mul_(3)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attention(query, handle, other), attention(query, full * 3, other + 0))
+    assert not steps
+
+
+def test_inference_mode_and_back(steps) -> None:
+    model, ids = load("llama"), prompt(1, 130)
+    cache = QuantizedKVCache(model.config, CENTRED)
+    with attach(model, "compiled"):
+        with torch.inference_mode():
+            model(ids[:, :-2], past_key_values=cache)
+            model(ids[:, -2:-1], past_key_values=cache)
+        forward(model, ids[:, -1:], cache)
+    assert cache.get_seq_length() == 130
+    assert steps
+
+
+def test_a_compiler_that_fails_is_said_and_survived(monkeypatch) -> None:
+    monkeypatch.setattr(cache_module, "MIN_LENGTH", 0)
+    model, ids = load("llama"), prompt(1, 60)
+
+    def fails(plan: Any, tensors: Any) -> Any:
+        raise CompilationError("decode attention cannot be compiled here: no headers")
+
+    monkeypatch.setattr(backends, "_run", fails)
+    expected = generated(model, ids, "full", QUANTIZED)
+    with attach(model), pytest.warns(UserWarning, match="no headers; decode steps read full tensors instead"):
+        codes = tiny.generate(model, ids, QuantizedKVCache(model.config, QUANTIZED), 24)
+    assert torch.equal(codes, expected)
+    with attach(model, "compiled"), pytest.raises(CompilationError, match="no headers"):
+        tiny.generate(model, ids, QuantizedKVCache(model.config, QUANTIZED), 24)
+
+
+def test_torch_compile_switched_off_is_an_error_of_ours(monkeypatch) -> None:
+    config = tiny.quantized()
+    keys, values = tiny.states(1, 2, 100, 16)
+    layer = tiny.filled(config, (keys[:, :, :-1], values[:, :, :-1]))
+    handle, _ = layer.update_for_attention(keys[:, :, -1:], values[:, :, -1:])
+    assert isinstance(handle, PastTensor)
+    monkeypatch.setattr(backends, "_run", CompiledDecode())
+    query = torch.randn(1, 4, 1, 16)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CompilationError, match="switched off"):
+        backends.compiled(query, handle.past, 0.25)
+
+
+@pytest.mark.parametrize("counts", [[4], [20, 0]])
+def test_the_rotation_is_found_behind_padding(counts) -> None:
+    model = copy.deepcopy(load("llama"))
+    ids, mask = left_padded(prompt(len(counts), 60), counts)
+    cache = QuantizedKVCache(model.config, BEFORE_ROPE)
+    with attach(model):
+        forward(model, ids, cache, attention_mask=mask)
+    assert "before RoPE (8 half pairs" in cache.summary()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_kvquant import PRESETS, KVQuantConfig, TensorSpec
+from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant.attention import backends, reference
 from hf_kvquant.attention.codes import runs_of
 from hf_kvquant.attention.compiled import CompiledDecode
@@ -20,6 +20,7 @@ from hf_kvquant.formats import FORMATS
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.past import Past
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
+from tests import tiny
 from tests.tiny import relative_error
 from tests.tolerances import TOLERANCES
 
@@ -228,3 +229,33 @@ def test_runs_cover_every_token_once(length, group, widths) -> None:
             assert group == 1 or {token // group for token in tokens} == {run.group}
         covered += range(runs[0].token, runs[0].token + runs[0].size)
     assert covered == list(range(length))
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["int4-channel-32", "cr4", "cm3", "int4-channel-32-pre"])
+@pytest.mark.parametrize("rows", [[0, 1], [1, 1], [0]])
+@pytest.mark.parametrize("length", [378, 387, 400])
+def test_blocks_shortened_in_the_middle_and_rows_selected(name, rows, length) -> None:
+    """A crop into a block, later blocks behind it, rows of unequal padding of which some leave: positions are counted
+    token by token, and no token is seen twice."""
+    config = replace(CONFIGS[name], residual_length=8)
+    cache = QuantizedKVCache(tiny.load("llama").config, config, backend="full")
+    cache.set_padding(torch.tensor([[0] * 17 + [1] * 3, [1] * 20]))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, heads, 440, 16, generator=generator) for heads in (2, 2, 4)]
+    padding = [17, 0]
+    tiny.feed(cache, [each[:, :, :300] for each in tensors], (), padding)
+    cache.crop(-30)
+    tensors = [torch.cat([each[:, :, :270], each[:, :, 300 : 30 + length]], 2) for each in tensors]
+    tiny.feed(cache, tensors, range(280, length, 9), padding, start=270)
+    cache.batch_select_indices(torch.tensor(rows))
+    layer, new = cache.layers[0], [each[rows, :, -1:] for each in tensors]
+    table = None if layer.rotary is None else layer.rotary.table
+    if table is not None:
+        table.append(table.cos[:, :, -1:].transpose(1, 2), table.sin[:, :, -1:].transpose(1, 2))
+    handle, _ = layer.update_for_attention(new[0], new[1])
+    mask = torch.rand(len(rows), 1, 1, handle.past.length, generator=generator) > 0.3
+    for given in (None, mask):
+        options = (0.25, 0.0, given, None)
+        right = reference.decode(new[2], handle.past, *options)
+        assert relative_error(backends.compiled(new[2], handle.past, *options), right) <= TOLERANCES["attention_fp32"]

@@ -61,7 +61,7 @@ def step_rows() -> list[str]:
         if cell["part"] == "step" and cell["threads"] == 1
     }
     return [
-        f"| {name} | {' | '.join(f'{cells[name, *place]:.2f}' for place in STEPS)} |" for name in STEP_SCHEMES.split()
+        f"| {name} | {' | '.join(f'{cells[(name, *place)]:.2f}' for place in STEPS)} |" for name in STEP_SCHEMES.split()
     ]
 
 

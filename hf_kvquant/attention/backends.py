@@ -8,13 +8,14 @@ tensors, as without ``attach``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hf_kvquant.attention import reference
-from hf_kvquant.attention.compiled import CompiledDecode, compiler
+from hf_kvquant.attention.compiled import CompilationError, CompiledDecode, compiler
 from hf_kvquant.attention.plan import additive_masks, plan_of, refusal, tensors_of
 from hf_kvquant.past import Past
 from hf_kvquant.spec import check_choice
@@ -70,7 +71,23 @@ def _visible(mask: torch.Tensor | None, index: int, past: Past, newer: int) -> t
     return (None if plain else own), recent
 
 
-BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode}
+def automatic(
+    query: torch.Tensor,
+    past: Past,
+    scaling: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    auxiliary: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`compiled`, or the oracle where compiling fails, which a warning says once."""
+    try:
+        return compiled(query, past, scaling, softcap, mask, auxiliary)
+    except CompilationError as error:
+        warnings.warn(f"{error}; decode steps read full tensors instead, slowly", stacklevel=2)
+        return reference.decode(query, past, scaling, softcap, mask, auxiliary)
+
+
+BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode, "auto": automatic}
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ def choose(requested: str, device: torch.device) -> Choice:
         ValueError: unknown name.
         RuntimeError: the backend asked for cannot run here.
     """
-    check_choice("backend", requested, ("auto", "full", *BACKENDS))
+    check_choice("backend", requested, ("full", *BACKENDS))
     has_compiler = device.type != "cpu" or bool(compiler())
     if requested == "compiled" and not has_compiler:
         raise RuntimeError(

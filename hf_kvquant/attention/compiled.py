@@ -78,6 +78,10 @@ def compiler() -> str:
     return name if shutil.which(name) else ""
 
 
+class CompilationError(RuntimeError):
+    """torch.compile failed, or is switched off."""
+
+
 class CompiledDecode:
     """Compiled steps by plan, dtypes of tensors, device and threads, and which of their sizes are 1 (torch compiles for
     that apart). The plan determines which tensors there are."""
@@ -94,9 +98,18 @@ class CompiledDecode:
         key = plan, tuple(tensor.dtype for tensor in given), place, _single(tensors)
         step = self._steps.get(key)
         if step is None:
-            with self._lock, _notice(plan):
-                step = self._steps[key] = _compiled(plan, tensors)
+            with self._lock:
+                step = self._steps.get(key) or self._steps.setdefault(key, self._new(plan, tensors))
         return step(given)
+
+    @staticmethod
+    def _new(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step:
+        try:
+            with _notice(plan):
+                return _compiled(plan, tensors)
+        except Exception as error:  # whatever compilers raise
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise CompilationError(f"decode attention cannot be compiled here: {lines[0][:200]}") from error
 
 
 class _Step:
@@ -130,8 +143,9 @@ def _source_of(name: str, tensors: dict[str, torch.Tensor]) -> Callable[[list[to
 
 
 def _single(tensors: dict[str, torch.Tensor]) -> tuple[bool, ...]:
-    """Whether batch, blocks and recent tokens are one."""
-    sizes = (tensors["query"].shape[0], tensors["key.planes.0"].shape[2], tensors["key.recent"].shape[2])
+    """Whether batch, blocks, recent tokens and rows of the rotary tables are one."""
+    sizes = [tensors["query"].shape[0], tensors["key.planes.0"].shape[2], tensors["key.recent"].shape[2]]
+    sizes += [tensors["cos"].shape[0]] if "cos" in tensors else []
     return tuple(size == 1 for size in sizes)
 
 
@@ -169,6 +183,8 @@ def _compiled(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step:
     own = types.FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
     with _STATIC, _DISTINCT, torch.no_grad():
         torch.compile(own, backend=backend, fullgraph=True, dynamic=True)(*_examples(tensors))
+    if not steps:
+        raise RuntimeError("torch.compile is switched off")
     return steps[0]
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvquant._compat import attention_of, set_attention
-from hf_kvquant.attention.backends import BACKENDS, compiled
+from hf_kvquant.attention.backends import BACKENDS, automatic
 from hf_kvquant.attention.plan import refusal
 from hf_kvquant.past import Past, PastTensor, past_of
 
@@ -141,12 +141,12 @@ def attend_unattached(
         if (heads == key.shape[1] or count == 1) and (attn_mask is None or attn_mask.shape[2] == 1):
             # Rows that all see the same: the query heads of a KV head, as transformers packs them, or tokens.
             rows = query.reshape(batch, heads * count, 1, dim)
-            return compiled(rows, past, scaling, 0.0, attn_mask).unflatten(2, (heads, count)).squeeze(1)
+            return automatic(rows, past, scaling, 0.0, attn_mask).unflatten(2, (heads, count)).squeeze(1)
         if heads % key.shape[1] or (heads != key.shape[1] and not enable_gqa):
             return None
         if attn_mask is None or attn_mask.shape[2] != count:
             return None
-        return compiled(query, past, scaling, 0.0, attn_mask).transpose(1, 2)
+        return automatic(query, past, scaling, 0.0, attn_mask).transpose(1, 2)
 
 
 def _previous(module: torch.nn.Module, name: str) -> Attention:

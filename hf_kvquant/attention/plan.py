@@ -6,6 +6,7 @@ step (blocks, recent tokens, batch) is a size of a tensor. One plan is one compi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from hf_kvquant.past import Past
 from hf_kvquant.rotary import RotaryLayout
 from hf_kvquant.spec import TensorSpec
-from hf_kvquant.storage import RowState, TensorState
+from hf_kvquant.storage import TensorState
 
 # More groups of channels per token than this would unroll into as many loops.
 MAX_CHANNEL_GROUPS = 8
@@ -117,7 +118,9 @@ def needs_mask(past: Past) -> bool:
     """Whether some of the stored tokens are not to be attended to, whatever the model's mask says."""
     first = past.rows[0]
     alike = all(row == first for row in past.rows[1:])
-    return not alike or any(count != past.block_length for count in first.blocks)
+    starts = [row.window_start(past.sink_length, past.length) for row in past.rows]
+    # A row that has left the batch may have held the window back: it then begins with tokens of closed blocks.
+    return not alike or min(starts) > past.window_start or any(count != past.block_length for count in first.blocks)
 
 
 def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
@@ -142,21 +145,27 @@ def _tables(state: TensorState, past: Past, count: int) -> tuple[torch.Tensor, t
     """cos and sin ``[B or 1, h, count * G]`` of the tokens in closed blocks."""
     assert state.rotary is not None
     table, tokens = state.rotary.table, count * past.block_length
-    starts = [row.padding + past.sink_length for row in past.rows]
-    if len(set(starts)) == 1 and starts[0] + tokens <= table.length:
-        span = slice(starts[0], starts[0] + tokens)
+    start = past.rows[0].padding + past.sink_length
+    if not needs_mask(past):
+        span = slice(start, start + tokens)
         return table.cos[:, :, span], table.sin[:, :, span]
     # One more than needed, so that the result is a view with room behind it, as above.
-    places = block_positions(past.rows, past.sink_length, tokens + 1, table.cos.device).clamp_max(table.length - 1)
+    places = block_positions(past, count, table.cos.device).clamp_max(table.length - 1)
+    places = torch.cat([places, places[:, -1:]], 1)
     index = places[:, None].expand(-1, table.cos.shape[1], -1)
     cos, sin = (each.expand(index.shape[0], -1, -1).gather(2, index) for each in (table.cos, table.sin))
     return cos[:, :, :tokens], sin[:, :, :tokens]
 
 
-def block_positions(rows: list[RowState], sink_length: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """Positions ``[B, tokens]`` of the tokens in the blocks of each row."""
-    starts = torch.tensor([row.padding + sink_length for row in rows], device=device)
-    return starts[:, None] + torch.arange(tokens, device=device)
+def block_positions(past: Past, count: int, device: torch.device) -> torch.Tensor:
+    """Positions ``[B, count * G]`` of the tokens in the first ``count`` blocks of each row. A crop may have shortened a
+    block that others follow; what it holds beyond its tokens, and blocks a row does not have, get any position."""
+    starts = []
+    for row in past.rows:
+        held = itertools.accumulate(row.blocks[: count - 1], initial=row.padding + past.sink_length)
+        own = list(held)
+        starts.append(own + own[-1:] * (count - len(own)))
+    return (torch.tensor(starts, device=device)[..., None] + torch.arange(past.block_length, device=device)).flatten(1)
 
 
 def additive_masks(past: Past, mask: torch.Tensor | None, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +190,7 @@ def additive_masks(past: Past, mask: torch.Tensor | None, recent: int) -> tuple[
     else:
         given = mask.float().clamp_min(lowest)
     given = given.expand(len(rows), -1)
-    places = block_positions(rows, past.sink_length, count * past.block_length, device)
+    places = block_positions(past, count, device)
     valid = torch.tensor([[*row.blocks, *[0] * (count - len(row.blocks))] for row in rows], device=device)
     inside = torch.arange(past.block_length, device=device) < valid[..., None]
     blocks = torch.where(inside.flatten(1), given.gather(1, places.clamp_max(given.shape[1] - 1)), lowest)
