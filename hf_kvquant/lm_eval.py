@@ -94,7 +94,7 @@ class KVQuantLM(HFLM):
             raise EvalError("device=cuda: torch finds no CUDA device here; leave it out, or choose cpu")
         try:
             super().__init__(source_of(pretrained) if isinstance(pretrained, str) else pretrained, **options)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EvalError(
                 f"pretrained={pretrained}: neither a model folder nor a hub id that loads ({reason})"

@@ -16,7 +16,7 @@ import torch
 
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant import cache as cache_module
-from hf_kvquant.attention import backends, interface
+from hf_kvquant.attention import backends, compiled, interface
 from hf_kvquant.attention.compiled import CompilationError, CompiledDecode
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.models import load_model
@@ -426,6 +426,9 @@ def test_torch_compile_switched_off_is_an_error_of_ours(monkeypatch) -> None:
     monkeypatch.setattr(backends, "_run", CompiledDecode())
     query = torch.randn(1, 4, 1, 16)
     with torch.compiler.set_stance("force_eager"), pytest.raises(CompilationError, match="switched off"):
+        backends.compiled(query, handle.past, 0.25)
+    monkeypatch.setattr(compiled, "_compiled", None)  # a second attempt would be another error
+    with pytest.raises(CompilationError, match="switched off"):
         backends.compiled(query, handle.past, 0.25)
 
 

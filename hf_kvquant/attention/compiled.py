@@ -87,7 +87,7 @@ class CompiledDecode:
     that apart). The plan determines which tensors there are."""
 
     def __init__(self) -> None:
-        self._steps: dict[Hashable, _Step] = {}
+        self._steps: dict[Hashable, _Step | CompilationError] = {}
         self._lock = threading.Lock()
 
     def __call__(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -99,17 +99,23 @@ class CompiledDecode:
         step = self._steps.get(key)
         if step is None:
             with self._lock:
-                step = self._steps.get(key) or self._steps.setdefault(key, self._new(plan, tensors))
+                step = self._steps.get(key)
+                if step is None:
+                    step = self._steps[key] = self._new(plan, tensors)
+        if isinstance(step, CompilationError):  # known from the first attempt, which takes seconds
+            raise step
         return step(given)
 
     @staticmethod
-    def _new(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step:
+    def _new(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step | CompilationError:
         try:
             with _notice(plan):
                 return _compiled(plan, tensors)
         except Exception as error:  # whatever compilers raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise CompilationError(f"decode attention cannot be compiled here: {lines[0][:200]}") from error
+            failure = CompilationError(f"decode attention cannot be compiled here: {lines[0][:200]}")
+            failure.__cause__ = error
+            return failure
 
 
 class _Step:
