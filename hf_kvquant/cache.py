@@ -25,7 +25,8 @@ from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
 from hf_kvquant.spec import TensorSpec, check_choice, invalid
 from hf_kvquant.storage import storing
 
-# Decode steps of an attached model read codes from this length on; see benchmarks/results/attention.md.
+# Decode steps read codes from this length on: a shorter past is not worth a compilation. Up to this many new tokens:
+# each is a pass over the codes.
 MIN_LENGTH = 256
 MAX_NEW_TOKENS = 16
 
@@ -90,7 +91,7 @@ class QuantizedKVCache(Cache):
         ]
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.padding_source = "none reported"
-        self.attends_unattached = backend == "auto" and choose("auto", torch.device("cpu")).name != "full"
+        self.backend = backend
         self.pending: Pending | None = None
         self.rotary = RotaryTables()
         self.has_warned = False
@@ -128,7 +129,7 @@ class QuantizedKVCache(Cache):
             layer.check(key_states, value_states)
             self._capture_rotation(layer, pending, key_states)
         if self._pays(layer, key_states, value_states):
-            if pending is None and self.attends_unattached and key_states.device.type == "cpu":
+            if pending is None and self._attends_unattached(key_states.device):
                 return layer.update_for_attention(key_states, value_states, attend_unattached)
             if pending is not None and pending.attends:
                 return layer.update_for_attention(key_states, value_states)
@@ -143,6 +144,9 @@ class QuantizedKVCache(Cache):
         if all(spec.number_format.lossless for spec in (layer.config.key, layer.config.value)):
             return False  # "none" promises the very bits of DynamicCache
         return key_states.shape[2] <= MAX_NEW_TOKENS and layer.length >= MIN_LENGTH and layer.has_blocks
+
+    def _attends_unattached(self, device: torch.device) -> bool:
+        return self.backend == "auto" and choose("auto", device).name != "full"
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
         """In one forward of a decoder every later layer is still as long as this one; not so when cross-attention
@@ -216,7 +220,7 @@ class QuantizedKVCache(Cache):
             message = (
                 f"layer {layer.layer_idx}: keys are stored after RoPE: {pending.reason}; summary() lists the layers"
             )
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)  # the module that calls update
 
     def set_padding(self, attention_mask: torch.Tensor) -> None:
         """Say which tokens on the left of each row are padding, before the first forward.

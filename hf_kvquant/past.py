@@ -14,6 +14,7 @@ moves what it looks at.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,20 @@ class Past:
     length: int
     sink_length: int
     block_length: int
+
+    @functools.cached_property
+    def block_count(self) -> int:
+        """Blocks of the row that has most."""
+        return max(len(row.blocks) for row in self.rows)
+
+    @functools.cached_property
+    def is_regular(self) -> bool:
+        """Whether all rows are laid out alike, in whole blocks that the window follows: every token held is then there
+        once and to be seen. (A crop shortens a block; a row that left the batch may have held the window back.)"""
+        first = self.rows[0]
+        whole = first.blocks.count(self.block_length) == len(first.blocks)
+        follows = first.window_start(self.sink_length, self.length) == self.window_start
+        return whole and follows and all(row == first for row in self.rows[1:])
 
     def read(self, slot: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """All keys (``slot`` 0) or values (1) ``[B, K, length, D]`` in a new tensor, of the delivered dtype unless told
@@ -107,14 +122,15 @@ class PastTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3:
-            key = args[1]
-            if isinstance(key, PastTensor) and key.attend is not None:
-                output = key.attend(*args, **(kwargs or {}))
-                if output is not None:
-                    return output
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else kwargs.get("key")
+            attend = key.attend if isinstance(key, PastTensor) else None
+            output = None if attend is None else attend(*args, **kwargs)
+            if output is not None:
+                return output
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -159,13 +159,6 @@ class LayerRotary:
         """Rotate fp32 ``x [rows, K, tokens, D]``, the cached tokens from ``start`` on, in place."""
         self.layout.rotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
 
-    def dot(self, q: torch.Tensor, x: torch.Tensor, rows: slice | list[int], start: int, count: int) -> torch.Tensor:
-        """``q [rows, K, R, D] . R_n x`` for ``x [rows, K, D]`` at the cached tokens ``start .. start + count``:
-        ``[rows, K, R, count]``, fp32."""
-        cos, sin = (table.transpose(-1, -2) for table in self.table.rows_at(rows, start, start + count))
-        along, across, rest = self.layout.dot_terms(q, x[:, :, None])
-        return along @ cos + across @ sin + rest
-
     def unrotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
         self.layout.unrotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
 

@@ -95,9 +95,7 @@ class Centre:
 
     def score_term(self, q: torch.Tensor, start: int, count: int) -> torch.Tensor:
         """``[B, K, R, D]`` queries -> ``[B, K, R, count or 1]`` to add to the scores."""
-        if self.rotary is None:
-            return q @ self.mean[..., None]
-        return self.rotary.dot(q, self.mean, self.rows, start, count)
+        return q @ self.at(start, count).transpose(-1, -2)
 
     def fold_output(self, output: torch.Tensor) -> torch.Tensor:
         if self.rotary is not None:

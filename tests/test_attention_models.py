@@ -305,7 +305,8 @@ def test_unattached_eager_models_read_full_tensors(steps) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("implicit", [False, True])
-def test_torch_attention_on_handles(heads, count, masked, implicit, steps) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_torch_attention_on_handles(heads, count, masked, implicit, named, steps) -> None:
     """Whatever mixture of query heads, tokens and masks torch takes gives what it gives on full tensors."""
     keys, values = tiny.states(2, 2, 103, 16)
     layers = [tiny.filled(tiny.quantized(), (keys[:, :, :-3], values[:, :, :-3])) for _ in range(2)]
@@ -314,13 +315,42 @@ def test_torch_attention_on_handles(heads, count, masked, implicit, steps) -> No
     query = torch.randn(2, heads, count, 16, generator=torch.Generator().manual_seed(0))
     mask = (torch.rand(2, 1, count, 103, generator=torch.Generator().manual_seed(1)) > 0.3) if masked else None
     options: dict[str, Any] = {"attn_mask": mask, "enable_gqa": heads > 2} | ({} if implicit else {"scale": 0.3})
-    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*given: torch.Tensor) -> torch.Tensor:
+        by_name: dict[str, Any] = dict(zip(("query", "key", "value"), given, strict=True))
+        call = torch.nn.functional.scaled_dot_product_attention
+        return call(**by_name, **options) if named else call(*given, **options)
+
     with torch.no_grad():
-        assert (
-            relative_error(attention(query, *handles, **options), attention(query, *full, **options))
-            <= TOLERANCES["attention_fp32"]
-        )
+        found, right = attention(query, *handles), attention(query, *full)
+    assert relative_error(found, right) <= TOLERANCES["attention_fp32"]
     assert bool(steps) == (masked or heads == 2 or count == 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 103), (2, 1, 3, 1), (3, 103)])
+def test_torch_attention_with_masks_of_other_shapes(shape, steps) -> None:
+    """Masks that broadcast over tokens, differ between heads or have no batch go with full tensors."""
+    keys, values = tiny.states(2, 2, 103, 16)
+    layers = [tiny.filled(tiny.quantized(), (keys[:, :, :-3], values[:, :, :-3])) for _ in range(2)]
+    new = keys[:, :, -3:], values[:, :, -3:]
+    handles, full = layers[0].update_for_attention(*new, interface.attend_unattached), layers[1].update(*new)
+    query, mask = torch.randn(2, 2, 3, 16), torch.ones(shape, dtype=torch.bool)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attention(query, *handles, attn_mask=mask), attention(query, *full, attn_mask=mask))
+    assert not steps
+
+
+def test_a_mask_common_to_all_new_tokens(steps) -> None:
+    model, ids = load("llama"), prompt(1, 120)
+    mask = torch.ones(1, 1, 1, 120, dtype=torch.bool)
+    logits = []
+    for backend in ("compiled", "full"):
+        cache = QuantizedKVCache(model.config, QUANTIZED)
+        with attach(model, backend):
+            forward(model, ids[:, :-3], cache)
+            logits.append(forward(model, ids[:, -3:], cache, attention_mask=mask))
+    assert torch.equal(*logits)
+    assert not steps
 
 
 def test_an_unknown_backend_of_a_cache() -> None:

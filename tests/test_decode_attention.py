@@ -111,12 +111,23 @@ def uncompiled(monkeypatch) -> None:
 def test_every_format_gives_what_its_codes_stand_for(name) -> None:
     for shape in SHAPES:
         query, past = past_with(CONFIGS[name], shape)
-        if "-pre" in name and past.states[0].spec.number_format.lossless:
-            continue
-        if name == "none" or not refusal(past):
-            for options in options_of(shape, past.length):
-                right = reference.decode(query, past, *options)
-                assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+        assert not refusal(past)
+        for options in options_of(shape, past.length):
+            right = reference.decode(query, past, *options)
+            assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (KVQuantConfig(TensorSpec("none"), TensorSpec("int4"), pre_rope=True), "lossless keys before RoPE"),
+        (replace(PRESETS["cr4"].config, pre_rope=True), "keys before RoPE with channel scales or a Hadamard rotation"),
+        (both(TensorSpec("int4", "token", 4)), "more than 8 groups of channels per token"),
+        (KVQuantConfig(residual_length=1000), "no block is closed yet"),
+    ],
+)
+def test_what_codes_cannot_serve_is_refused_with_the_reason(config, reason) -> None:
+    assert refusal(past_with(config, SHAPES[0])[1]) == reason
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -127,6 +138,22 @@ def test_several_new_tokens_see_each_other_causally(name) -> None:
     for options in options_of(shape, past.length, 5):
         right = reference.decode(query, past, *options)
         assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_layers_share_masks_and_a_mask_written_to_is_read_again(monkeypatch) -> None:
+    made: list[int] = []
+    build = backends.additive_masks
+    monkeypatch.setattr(backends, "additive_masks", lambda *given: made.append(1) or build(*given))
+    shape = SHAPES[1]
+    mask = torch.rand(2, 1, 3, shape[4], generator=torch.Generator().manual_seed(0)) > 0.3  # new tokens see newer ones
+    for expected in (3, 3, 6):
+        if expected == 6:
+            mask[0, 0, :, 50:90] ^= True
+        query, past = past_with(CONFIGS["k4v4"], shape, new=3)
+        right = reference.decode(query, past, 0.2, 0.0, mask)
+        assert relative_error(backends.compiled(query, past, 0.2, 0.0, mask), right) <= TOLERANCES["attention_fp32"]
+        assert len(made) == expected
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -189,6 +216,22 @@ def test_compiled_short_and_run_long() -> None:
         assert relative_error(got, right) <= TOLERANCES["attention_fp32"]
 
 
+def test_compiled_with_rotary_tables_of_one_row_and_of_each() -> None:
+    """Equal padding and unequal padding under one plan: the tables of cos and sin have one row or as many as the
+    batch."""
+    run, config = CompiledDecode(), both(TensorSpec("int4", "channel", 32), pre_rope=True)
+    for rows in (2, 1, 2):
+        query, past = past_with(config, (2, 1, 2, 16, 300))
+        rotary = past.states[0].rotary
+        assert rotary is not None
+        rotary.table.apply(lambda table, rows=rows: table.expand(rows, -1, -1).clone())
+        mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+        mask[..., 40] = False
+        options = (0.25, 0.0, mask, None)
+        right = reference.decode(query, past, *options)
+        assert relative_error(with_run(run, query, past, options), right) <= TOLERANCES["attention_fp32"]
+
+
 @pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3"])
 @pytest.mark.usefixtures("uncompiled")
 def test_long_contexts_lose_nothing_to_rounding(name) -> None:
@@ -213,12 +256,12 @@ def with_run(run: CompiledDecode, query: torch.Tensor, past: Past, options: tupl
         return backends.compiled(query, past, *options)
 
 
-@pytest.mark.parametrize("length", [8, 16, 24, 64, 120])
-@pytest.mark.parametrize("group", [1, 8, 24, 40, 64])
+@pytest.mark.parametrize(
+    ("length", "group"),
+    [(length, group) for length in (8, 16, 24, 64, 120) for group in (1, 8, 24, 40, 64) if length % group == 0],
+)
 @pytest.mark.parametrize("widths", [(8,), (4,), (2,), (1,), (2, 1), (4, 2), (4, 1)])
 def test_runs_cover_every_token_once(length, group, widths) -> None:
-    if group > 1 and length % group:
-        pytest.skip("a block is a whole number of groups")
     covered = []
     for runs in runs_of(widths, length, group):
         for width, run in zip(widths, runs, strict=True):

@@ -29,6 +29,8 @@ ORDER = [
     "past",
     "attention.plan",
     "attention.codes",
+    "attention.keys",
+    "attention.values",
     "attention.decode",
     "attention.reference",
     "attention.compiled",

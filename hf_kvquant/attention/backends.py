@@ -9,19 +9,22 @@ tensors, as without ``attach``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_kvquant.attention import reference
 from hf_kvquant.attention.compiled import CompilationError, CompiledDecode, compiler
-from hf_kvquant.attention.plan import additive_masks, plan_of, refusal, tensors_of
+from hf_kvquant.attention.plan import additive_masks, plan_of, tensors_of
 from hf_kvquant.past import Past
 from hf_kvquant.spec import check_choice
 
-Backend = Callable[[torch.Tensor, Past, float, float, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+Backend = Callable[..., torch.Tensor]
 _run = CompiledDecode()
+_masks: MutableMapping[torch.Tensor, dict[Hashable, Any]] = WeakIdKeyDictionary()
 
 
 def compiled(
@@ -32,14 +35,12 @@ def compiled(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`hf_kvquant.attention.reference.decode`, straight from the codes, one new token after the other.
+    """As :func:`hf_kvquant.attention.reference.decode`, straight from the codes, one new token after the other; for
+    what :func:`hf_kvquant.attention.plan.refusal` does not refuse.
 
     Raises:
-        ValueError: these codes cannot be attended to directly; see :func:`hf_kvquant.attention.plan.refusal`.
+        CompilationError: torch.compile failed, or is switched off.
     """
-    reason = refusal(past)
-    if reason:
-        raise ValueError(f"backend='compiled' is not valid here: {reason}; choose 'auto'")
     count = query.shape[2]
     steps = []
     for index in range(count):
@@ -47,7 +48,7 @@ def compiled(
         plan = plan_of(past, query.shape[1], scaling, softcap, own is not None, auxiliary is not None)
         tensors = {"query": query[:, :, index : index + 1].contiguous()} | tensors_of(past, plan, recent)
         if plan.masked:
-            tensors["mask.blocks"], tensors["mask.exact"] = additive_masks(past, own, recent)
+            tensors["mask.blocks"], tensors["mask.exact"] = _shared_masks(past, mask, index, own, recent)
         if auxiliary is not None:
             tensors["auxiliary"] = auxiliary
         steps.append(_run(plan, tensors))
@@ -71,20 +72,29 @@ def _visible(mask: torch.Tensor | None, index: int, past: Past, newer: int) -> t
     return (None if plain else own), recent
 
 
-def automatic(
-    query: torch.Tensor,
-    past: Past,
-    scaling: float,
-    softcap: float = 0.0,
-    mask: torch.Tensor | None = None,
-    auxiliary: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _shared_masks(
+    past: Past, mask: torch.Tensor | None, index: int, own: torch.Tensor | None, recent: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`additive_masks` of the new token ``index``, made once for all layers of a forward: they are handed the
+    same ``mask`` and hold their tokens alike (0.3 ms a layer for 4 rows of 8,000 tokens)."""
+    if mask is None or mask.is_inference():  # the latter do not tell whether they were written to
+        return additive_masks(past, own, recent)
+    known = _masks.setdefault(mask, {})
+    key = index, recent, past.window_start, past.block_length, past.states[0].sinks is None, mask._version
+    rows, made = known.get(key, (None, None))
+    if made is None or rows != past.rows:
+        made = additive_masks(past, own, recent)
+        known[key] = past.rows, made
+    return made
+
+
+def automatic(*call: Any) -> torch.Tensor:
     """:func:`compiled`, or the oracle where compiling fails, which a warning says once."""
     try:
-        return compiled(query, past, scaling, softcap, mask, auxiliary)
+        return compiled(*call)
     except CompilationError as error:
         warnings.warn(f"{error}; decode steps read full tensors instead, slowly", stacklevel=2)
-        return reference.decode(query, past, scaling, softcap, mask, auxiliary)
+        return reference.decode(*call)
 
 
 BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode, "auto": automatic}

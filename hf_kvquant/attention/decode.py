@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvquant.attention.codes import key_scores, rotated_scores, weighted_values, written
+from hf_kvquant.attention.codes import written
+from hf_kvquant.attention.keys import key_scores, rotated_scores
 from hf_kvquant.attention.plan import Plan
+from hf_kvquant.attention.values import weighted_values
 from hf_kvquant.blocks import QuantizedBlocks
 from hf_kvquant.spec import TensorSpec
-from hf_kvquant.transforms import Channels, Hadamard, Step
+from hf_kvquant.transforms import Step, Tables, steps_of
 
 Tensors = dict[str, torch.Tensor]
 UNROLLED_HEADS = 16
@@ -68,12 +70,8 @@ def _blocks(tensors: Tensors, name: str) -> QuantizedBlocks:
 
 def _steps(spec: TensorSpec, tensors: Tensors, name: str) -> list[Step]:
     """Steps after the centre that fold into the query or out of the output."""
-    steps: list[Step] = []
-    if f"{name}.deviation" in tensors:
-        steps.append(Channels(tensors[f"{name}.deviation"], tensors.get(f"{name}.order")))
-    if spec.rotation is not None:
-        steps.append(Hadamard())
-    return steps
+    tables = Tables(deviation=tensors.get(f"{name}.deviation"), order=tensors.get(f"{name}.order"))
+    return steps_of(spec, tables, None, slice(None))
 
 
 def _packed_scores(plan: Plan, tensors: Tensors, query: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,12 @@ Names stay registered for the life of the process: a copy of an attached model, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,17 +65,15 @@ def obstacle(module: torch.nn.Module) -> str:
     home = sys.modules[type(module).__module__]
     if not hasattr(home, "ALL_ATTENTION_FUNCTIONS") or not hasattr(home, "eager_attention_forward"):
         return "its attention does not go through transformers' interface"
-    if _COMPARES.search(_source(home)):
+    if _asks_by_name(home.__file__):
         return "its code asks for the attention implementation by name"
     return ""
 
 
-def _source(home: Any) -> str:
-    try:
-        with open(home.__file__, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, TypeError, AttributeError):
-        return ""
+@functools.cache
+def _asks_by_name(path: str | None) -> bool:
+    """Whether the code in a file compares the attention implementation with names; not to be seen without a file."""
+    return path is not None and Path(path).is_file() and bool(_COMPARES.search(Path(path).read_text("utf-8")))
 
 
 def switch(module: torch.nn.Module, backend: str) -> None:
@@ -134,7 +134,7 @@ def attend_unattached(
     if past is None or query.dim() != 4 or dropout_p or is_causal or _needs_grad(query) or refusal(past):
         return None
     batch, heads, count, dim = query.shape
-    if attn_mask is not None and (attn_mask.dim() != 4 or attn_mask.shape[1] != 1 or attn_mask.requires_grad):
+    if attn_mask is not None and (not _is_common(attn_mask, past) or attn_mask.requires_grad):
         return None
     scaling = dim**-0.5 if scale is None else float(scale)
     with torch.no_grad():
@@ -155,6 +155,11 @@ def _previous(module: torch.nn.Module, name: str) -> Attention:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+def _is_common(mask: torch.Tensor, past: Past) -> bool:
+    """Whether a mask is ``[B or 1, 1, ., T]``: one for all heads, an entry for every token."""
+    return mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[3] == past.length
+
+
 def _needs_grad(query: torch.Tensor) -> bool:
     return query.requires_grad and torch.is_grad_enabled()
 
@@ -169,7 +174,6 @@ def _declines(
         return True
     if kwargs.get("position_bias") is not None or kwargs.get("sliding_window") is not None:
         return True
-    shaped = mask is not None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == past.length
-    if (mask is None and query.shape[2] > 1) or (mask is not None and not shaped):
+    if (query.shape[2] > 1) if mask is None else not (_is_common(mask, past) and mask.shape[2] == query.shape[2]):
         return True
     return query.shape[1] % past.recent[0][-1].shape[1] != 0 or bool(refusal(past))

@@ -68,7 +68,7 @@ class Plan:
 def refusal(past: Past) -> str:
     """Why the codes of ``past`` cannot be attended to directly; empty if they can."""
     key, value = past.states
-    if key.packed.held is None or not any(row.blocks for row in past.rows):
+    if not past.block_count:
         return "no block is closed yet"
     if value.rotary is not None:
         return "the model rotates its values"
@@ -87,7 +87,15 @@ def refusal(past: Past) -> str:
 def plan_of(past: Past, query_heads: int, scaling: float, softcap: float, masked: bool, auxiliary: bool) -> Plan:
     """The plan of one step with ``past``; equal plans are one object, made once per layer and kind of step."""
     key = past.states[0]
-    kind = query_heads, scaling, softcap, masked or needs_mask(past), auxiliary, key.rotary is None, key.sinks is None
+    kind = (
+        query_heads,
+        scaling,
+        softcap,
+        masked or not past.is_regular,
+        auxiliary,
+        key.rotary is None,
+        key.sinks is None,
+    )
     if kind not in key.plans:
         plan = _new_plan(past, *kind[:5])
         key.plans[kind] = _PLANS.setdefault(plan, plan)
@@ -114,18 +122,9 @@ def _new_plan(past: Past, query_heads: int, scaling: float, softcap: float, mask
     )
 
 
-def needs_mask(past: Past) -> bool:
-    """Whether some of the stored tokens are not to be attended to, whatever the model's mask says."""
-    first = past.rows[0]
-    alike = all(row == first for row in past.rows[1:])
-    starts = [row.window_start(past.sink_length, past.length) for row in past.rows]
-    # A row that has left the batch may have held the window back: it then begins with tokens of closed blocks.
-    return not alike or min(starts) > past.window_start or any(count != past.block_length for count in first.blocks)
-
-
 def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
     """What the compiled function reads, by name; ``recent`` tokens of the window are looked at."""
-    count = max(len(row.blocks) for row in past.rows)
+    count = past.block_count
     found: dict[str, torch.Tensor] = {}
     for slot, name in enumerate(("key", "value")):
         state = past.states[slot]
@@ -146,7 +145,7 @@ def _tables(state: TensorState, past: Past, count: int) -> tuple[torch.Tensor, t
     assert state.rotary is not None
     table, tokens = state.rotary.table, count * past.block_length
     start = past.rows[0].padding + past.sink_length
-    if not needs_mask(past):
+    if past.is_regular:
         span = slice(start, start + tokens)
         return table.cos[:, :, span], table.sin[:, :, span]
     # One more than needed, so that the result is a view with room behind it, as above.
@@ -181,7 +180,7 @@ def additive_masks(past: Past, mask: torch.Tensor | None, recent: int) -> tuple[
     """
     device = past.recent[0][-1].device
     lowest = torch.finfo(torch.float32).min
-    count, rows = max(len(row.blocks) for row in past.rows), past.rows
+    count, rows = past.block_count, past.rows
     total = past.window_start + recent
     if mask is None:
         given = torch.zeros(1, total, device=device)
