@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_kvquant import delivered
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.energies import QueryEnergies
@@ -391,43 +392,12 @@ class QuantizedLayer(CacheLayerMixin):
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """ValueError unless the tensors fit each other and what the layer holds."""
-        pairs = (("key_states", self.key_state, key_states), ("value_states", self.value_state, value_states))
-        for name, _, tensor in pairs:
-            if tensor.dim() != 4 or not tensor.is_floating_point():
-                raise self._refusal(
-                    f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not valid: it must be a "
-                    "floating point tensor [batch, kv_heads, tokens, head_dim]"
-                )
-        if key_states.shape[0] != value_states.shape[0] or key_states.shape[2] != value_states.shape[2]:
-            raise self._refusal(
-                f"key_states {tuple(key_states.shape)} and value_states {tuple(value_states.shape)} differ in "
-                "batch size or tokens; both must hold the same new tokens"
-            )
-        if self.rows and len(self.rows) != key_states.shape[0]:
-            raise self._refusal(
-                f"batch size {key_states.shape[0]} does not match the {len(self.rows)} rows held; reset() the "
-                "cache, or change its batch with batch_select_indices or batch_repeat_interleave"
-            )
-        for name, state, tensor in pairs:
-            scales = len(state.spec.static_scales)
-            if scales > 1 and scales != tensor.shape[1]:
-                raise self._refusal(f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales")
-            if state.window is not None:
-                self._check_against(name, state.window, tensor)
-
-    def _check_against(self, name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
-        facts = (
-            ("kv_heads", tensor.shape[1], held.shape[1]),
-            ("head_dim", tensor.shape[3], held.shape[3]),
-            ("dtype", tensor.dtype, held.dtype),
-            ("device", tensor.device, self.device),
+        device = self.device if self.is_initialized else key_states.device
+        problem = delivered.problem(
+            (self.key_state, self.value_state), len(self.rows), device, key_states, value_states
         )
-        for fact, got, expected in facts:
-            if got != expected:
-                raise self._refusal(
-                    f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
-                    "device (cache.to(device) moves it), or reset() it first"
-                )
+        if problem:
+            raise self._refusal(problem)
 
     def _refusal(self, text: str) -> ValueError:
         return ValueError(f"layer {self.layer_idx}: {text}")

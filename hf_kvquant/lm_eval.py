@@ -21,10 +21,12 @@ from transformers import Cache
 
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.attach import attach as attach_model
+from hf_kvquant.attention.backends import choose
 from hf_kvquant.models import SMOLLM2, source_of
 from hf_kvquant.presets import ATTACHED_DEFAULT
 from hf_kvquant.reading import TWO_PHASE, Reader, ReadingPlan
 from hf_kvquant.schemes import EvalError, Scheme, as_json, bits_held, cache_nbytes, elements_per_token, find_scheme
+from hf_kvquant.spec import first_line
 
 OWNER = "hf-kvquant: what these responses depend on"  # key in a response cache, beside lm-eval's hashes
 MIB = 2**20
@@ -75,8 +77,8 @@ class KVQuantLM(HFLM):
         self._load(pretrained, options)
         if self.backend != "causal":
             raise EvalError(f"pretrained={pretrained}: not a causal language model, and only those are evaluated")
-        if self.attached:
-            attach_model(self.model)
+        choice = attach_model(self.model).backend if self.attached else choose("auto", self.device)
+        self.decode_attention = choice.name if self.scheme.config is not None else "full"
         self.reader = Reader(
             self.model,
             lambda: self.scheme.build(self.model.config),
@@ -94,10 +96,11 @@ class KVQuantLM(HFLM):
             raise EvalError("device=cuda: torch finds no CUDA device here; leave it out, or choose cpu")
         try:
             super().__init__(source_of(pretrained) if isinstance(pretrained, str) else pretrained, **options)
-        except (OSError, TypeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        except TypeError as error:
+            raise EvalError(f"model_args: {first_line(error)}") from error
+        except (OSError, ValueError) as error:
             raise EvalError(
-                f"pretrained={pretrained}: neither a model folder nor a hub id that loads ({reason})"
+                f"pretrained={pretrained}: neither a model folder nor a hub id that loads ({first_line(error)})"
             ) from error
 
     # ---------------------------------------------------------------- requests
@@ -172,6 +175,7 @@ class KVQuantLM(HFLM):
             "max_length": self.max_length,
             "scheme": self.scheme.identity,
             "attached": self.attached,
+            "decode_attention": self.decode_attention,
             "plan": vars(self.plan),
         }
 
@@ -186,6 +190,7 @@ class KVQuantLM(HFLM):
             "kv_cache": self.scheme.name,
             "kv_scheme": self.scheme.identity,
             "kv_attached": self.attached,
+            "kv_decode_attention": self.decode_attention,
             "kv_prefill": plan.prefill,
             "kv_prefill_tail": plan.tail,
             "kv_score_chunk": plan.chunk,

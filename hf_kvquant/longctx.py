@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_kvquant.models import source_of
 from hf_kvquant.prompt import data_path, largest
 from hf_kvquant.schemes import EvalError
+from hf_kvquant.spec import first_line
 
 CLAUSE_END = re.compile(r"[.;:!?,][\"']? ")
 DELIMITER = " "  # between the beginning of an answer and the answer
@@ -237,8 +238,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source_of(name))
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EvalError(f"tokenizer={name}: no tokenizer there ({reason})") from error
+        raise EvalError(f"tokenizer={name}: no tokenizer there ({first_line(error)})") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -247,13 +247,13 @@ def model_length(name: str) -> int | None:
     try:
         config = AutoConfig.from_pretrained(source_of(name))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EvalError(f"pretrained={name}: no model configuration there ({reason})") from error
+        raise EvalError(f"pretrained={name}: no model configuration there ({first_line(error)})") from error
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def check_lengths(lengths: Sequence[int], limit: int | None) -> None:
-    """Every length must fit into the model."""
-    beyond = [length for length in lengths if limit is not None and length > limit]
+def check_lengths(lengths: Sequence[int], limit: int | None, reply: int = 0) -> None:
+    """Every length must fit into the model with room for a ``reply``, or lm-eval would cut prompts on the left."""
+    beyond = [length for length in lengths if limit is not None and length + reply > limit]
     if beyond:
-        raise EvalError(f"max_seq_lengths={beyond[0]}: the model ends at {limit} positions")
+        kept = f", of which {reply} are kept for the reply" if reply else ""
+        raise EvalError(f"max_seq_lengths={beyond[0]}: the model ends at {limit} positions{kept}")

@@ -33,6 +33,7 @@ from hf_kvquant.schemes import EvalError
 
 METRICS = {"exact_match": True, "recall": True, "token_accuracy": True, "answer_nll": False}  # higher is better
 BY_CELL = ("recall", "answer_nll")
+REPLY_TOKENS = 44  # the largest max_gen_toks of the tasks
 
 
 def documents(
@@ -50,7 +51,7 @@ def documents(
         EvalError: bad values, no tokenizer, a length too short for the task or beyond the model.
     """
     grid = Grid.of(max_seq_lengths, depths, samples_per_cell, data_seed)
-    check_lengths(grid.lengths, _limit(settings))
+    check_lengths(grid.lengths, _limit(settings), REPLY_TOKENS)
     counter = Counter(load_tokenizer(tokenizer_name(settings)), bool(chat_template))
     return {"test": Dataset.from_list(draw(kind, grid, counter))}
 
@@ -97,11 +98,10 @@ def tokenizer_name(settings: dict[str, Any]) -> str:
 
 
 def _limit(settings: dict[str, Any]) -> int | None:
-    given = settings.get("max_length")
-    if isinstance(given, int):
-        return given
-    name = settings.get("pretrained")
-    return model_length(name) if isinstance(name, str) else None
+    """Positions that a prompt may take: the model's, or fewer if ``max_length`` says so."""
+    given, name = settings.get("max_length"), settings.get("pretrained")
+    limits = [given if isinstance(given, int) else None, model_length(name) if isinstance(name, str) else None]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class LongContextTask(ConfigurableTask):

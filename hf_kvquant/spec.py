@@ -27,6 +27,11 @@ def invalid(name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not valid: {allowed}")
 
 
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def check_int(name: str, value: object, low: int, what: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise invalid(name, value, what)

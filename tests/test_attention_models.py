@@ -318,7 +318,7 @@ def test_torch_attention_on_handles(heads, count, masked, implicit, named, steps
 
     def attention(*given: torch.Tensor) -> torch.Tensor:
         by_name: dict[str, Any] = dict(zip(("query", "key", "value"), given, strict=True))
-        call = torch.nn.functional.scaled_dot_product_attention
+        call: Any = torch.nn.functional.scaled_dot_product_attention
         return call(**by_name, **options) if named else call(*given, **options)
 
     with torch.no_grad():

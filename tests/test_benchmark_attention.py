@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks import attention, attention_memory, attention_op, attention_step, attention_summary
 from benchmarks.attention_op import Shape
 from hf_kvquant.attention import backends
 from hf_kvquant.attention.decode import decode
+from tests import tiny as tiny_models
 
 IDENTITY = {"part": "step", "threads": 1, "dtype": "float32", "place": "T=8192"}
 
@@ -159,15 +160,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers in place of SmolLM2, small copies and products in place of large ones."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
+    config = tiny_models.benchmark_config()
 
     def load(name: Any, dtype: torch.dtype) -> tuple[Any, None]:
         model: Any = LlamaForCausalLM(config)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks import agreement, common, decode, decode_summary, footprint
 from hf_kvquant import PRESETS
+from tests.tiny import benchmark_config
 
 HEAD = {"benchmark", "date", "command", "machine", "versions", "settings", "skipped", "targets"}
 CELL = {
@@ -35,15 +36,7 @@ AVERAGE = {"scheme", "variant", "prompts", "free_running", "teacher_forced", "kl
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
+    config = benchmark_config()
     return LlamaForCausalLM(config).eval()
 
 

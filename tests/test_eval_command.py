@@ -112,6 +112,12 @@ def test_chat_template_is_told_to_the_tasks(folder: Path, tmp_path: Path) -> Non
         (["--model_args", "kv_cache=k9v9"], "kv_cache=k9v9: unknown; choose from none, "),
         (["--metadata", "max_seq_lengths=50"], "max_seq_lengths=50: too short for kvq_copy, which takes at least "),
         (["--metadata", "max_seq_lengths=5000"], "max_seq_lengths=5000: the model ends at 3000 positions"),
+        (["--metadata", "max_seq_lengths=2990"], "max_seq_lengths=2990: the model ends at 3000 positions, of which 44"),
+        (
+            ["--metadata", "max_seq_lengths=5000", "--model_args", "max_length=9000"],
+            "max_seq_lengths=5000: the model ends at 3000",
+        ),
+        (["--model_args", "score_chnk=1"], "model_args: "),
         (["--metadata", "tokenizer=./no/such"], "tokenizer=./no/such: no tokenizer there"),
         (["--model_args", "pretrained=./no/such"], "pretrained=./no/such: neither a model folder nor a hub id"),
         (["--batch_size", "4"], "batch_size=4: requests are read one by one"),

@@ -26,6 +26,7 @@ ORDER = [
     "rotary",
     "transforms",
     "storage",
+    "delivered",
     "past",
     "attention.plan",
     "attention.codes",

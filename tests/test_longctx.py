@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from hf_kvquant.eval_command import tasks_path
 from hf_kvquant.longctx import Ask, Counter, Draft, Grid, fit, hide, load_tokenizer, sample_rng
 from hf_kvquant.longctx import draw as draw_documents
-from hf_kvquant.longctx_task import documents, mean_of_cell, passages, score_answer, score_passage
+from hf_kvquant.longctx_task import REPLY_TOKENS, documents, mean_of_cell, passages, score_answer, score_passage
 from hf_kvquant.models import SMOLLM2
 from hf_kvquant.schemes import EvalError
 from tests import evaluation
@@ -236,6 +237,12 @@ def test_cells_without_documents_are_no_number() -> None:
 
 
 # ---------------------------------------------------------------- files
+
+
+def test_room_for_the_reply_is_that_of_every_task() -> None:
+    texts = [path.read_text() for path in (FOLDER / "kvq_longctx").glob("*.yaml")]
+    limits = [int(limit) for text in texts for limit in re.findall(r"max_gen_toks: (\d+)", text)]
+    assert max(limits) == REPLY_TOKENS
 
 
 def test_every_kind_has_its_yaml_its_place_in_the_group_and_its_words() -> None:

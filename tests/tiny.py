@@ -97,6 +97,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
 }
 
 
+def benchmark_config() -> transformers.LlamaConfig:
+    """Two layers that stand in for SmolLM2 where a benchmark is tested."""
+    return transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+
+
 @functools.cache
 def load(name: str) -> Any:
     """The model of that name, in eval mode, CPU and fp32; one object per process, so leave it as it is."""

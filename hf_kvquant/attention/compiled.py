@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.attention.plan import Plan
+from hf_kvquant.spec import first_line
 from hf_kvquant.transforms import Hadamard
 
 _OPTIONS = {
@@ -106,8 +107,7 @@ class CompiledDecode:
             with _notice(plan):
                 return _compiled(plan, tensors)
         except Exception as error:  # whatever compilers raise
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            failure = CompilationError(f"decode attention cannot be compiled here: {lines[0][:200]}")
+            failure = CompilationError(f"decode attention cannot be compiled here: {first_line(error)[:200]}")
             failure.__cause__ = error
             return failure
 
