@@ -77,7 +77,7 @@ def make_past(config: KVQuantConfig, shape: Shape, dtype: torch.dtype) -> tuple[
     queries = torch.randn(1, shape.heads, shape.tokens, shape.head_dim, generator=generator).to(dtype)
     layer = QuantizedLayer(config)
     if config.needs_attach:
-        layer.set_rotary(_rotation(shape, dtype))
+        layer.set_rotary(_rotation(shape, dtype, layer.block_length))
         layer.note_queries(lambda start, stop: queries[:, :, start:stop], keys[:, :, :-1])
     layer.update(keys[:, :, :-1], values[:, :, :-1])
     handle, _ = layer.update_for_attention(keys[:, :, -1:], values[:, :, -1:])
@@ -85,10 +85,10 @@ def make_past(config: KVQuantConfig, shape: Shape, dtype: torch.dtype) -> tuple[
     return queries[:, :, -1:].contiguous(), handle.past
 
 
-def _rotation(shape: Shape, dtype: torch.dtype) -> LayerRotary:
+def _rotation(shape: Shape, dtype: torch.dtype, block_length: int) -> LayerRotary:
     pairs = shape.head_dim // 2
     angles = torch.arange(shape.tokens)[:, None] * 10000.0 ** (-torch.arange(pairs) / pairs)
-    table = RotaryTable.empty_like(angles[None].to(dtype), 0)
+    table = RotaryTable.empty_like(angles[None].to(dtype), 0, block_length)
     table.append(angles.cos()[None].to(dtype), angles.sin()[None].to(dtype))
     return LayerRotary(RotaryLayout("key", "half", pairs, 0, 1, "single", False), table)
 

@@ -52,7 +52,7 @@ def capture(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[tor
 def make_layer(fmt: str, pre_rope: bool, cos: torch.Tensor, sin: torch.Tensor) -> QuantizedLayer:
     layer = QuantizedLayer(KVQuantConfig(TensorSpec(fmt), TensorSpec("none", "token"), 0, 4, pre_rope))
     if pre_rope:
-        table = RotaryTable.empty_like(cos, 0)
+        table = RotaryTable.empty_like(cos, 0, layer.block_length)
         table.append(cos, sin)
         layer.set_rotary(LayerRotary(RotaryLayout("key", "half", cos.shape[-1], 0, 1, "single", False), table))
     return layer

@@ -206,7 +206,9 @@ class QuantizedKVCache(Cache):
             )
         if not layer.length:
             self._warn_once(layer, pending)
-            joined = None if pending.layout is None else self.rotary.join(pending, key_states.shape[2])
+            joined = (
+                None if pending.layout is None else self.rotary.join(pending, key_states.shape[2], layer.block_length)
+            )
             layer.set_rotary(joined, pending.reason)
         layer.note_queries(pending.queries, key_states)
         if layer.rotary is not None and layer.rotary.table.length == layer.length:

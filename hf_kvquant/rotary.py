@@ -5,8 +5,7 @@ angles are never
 recomputed: cos and sin are kept per token as the model applied them, because dynamic NTK and longrope leave
 old keys on the frequencies that wrote them. One table serves all layers that were handed the same cos and sin object in
 a forward (one per model as a rule, two where local and global layers differ). Tables hold half the width, one value
-per pair of channels, tokens innermost as in the planes of keys: ``cos, sin [B or 1, h, T]``; one row where all rows
-agree.
+per pair of channels, and one row where all rows agree.
 
 The inverse of a pair ``(a', b') = (a c - b s, b c + a s)`` is ``((a' c + b' s) / n, (b' c - a' s) / n)`` with
 ``n = c^2 + s^2``: dividing by n makes it exact for tables that carry an attention scaling (yarn, longrope) or were
@@ -102,7 +101,13 @@ class RotaryLayout:
 
 @dataclass
 class RotaryTable:
-    """cos and sin of every cached token, ``[B or 1, h, capacity]``, grown in place by an eighth."""
+    """cos and sin of every cached token, ``[B or 1, n, h, G]``: in blocks as keys are, grown in place by an eighth.
+
+    Token t is at place ``t + shift`` of the blocks, shift chosen so that the closed blocks of a row are blocks of the
+    table (:meth:`blocks`). Rejected: one row of tokens per pair, ``[h, T]``. A loop over tokens then reads 2 h streams
+    that lie far apart, which cost 17 to 35 of 140 ms in a decode step of SmolLM2 at 16,384 tokens (throw-away
+    measurement).
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -110,11 +115,17 @@ class RotaryTable:
     source: int = (
         0  # id of the object last appended: layers of one forward that are handed the same one share the table
     )
+    shift: int = 0
 
     @classmethod
-    def empty_like(cls, cos: torch.Tensor, source: int) -> RotaryTable:
-        empty = cos.new_empty(1, cos.shape[-1], 0)
+    def empty_like(cls, cos: torch.Tensor, source: int, block_length: int) -> RotaryTable:
+        """For tables like ``cos [..., h]``, of blocks of ``block_length`` tokens."""
+        empty = cos.new_empty(1, 0, cos.shape[-1], block_length)
         return cls(empty, empty, source=source)
+
+    @property
+    def block_length(self) -> int:
+        return self.cos.shape[3]
 
     def append(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Add the tables ``[B or 1, q, h]`` of the next q tokens; rows that agree are kept once."""
@@ -123,20 +134,51 @@ class RotaryTable:
                 cos, sin = cos[:1], sin[:1]
             else:
                 rows = cos.shape[0]
-                self.apply(lambda table: table.expand(rows, -1, -1).clone())
+                self.apply(lambda table: table.expand(rows, -1, -1, -1).clone())
         end = self.length + cos.shape[1]
-        if end > self.cos.shape[2]:
-            capacity = end if not self.length else max(end, self.cos.shape[2] + self.cos.shape[2] // 8)
-            self.apply(lambda table: _resized(table, capacity, self.length))
-        self.cos[:, :, self.length : end] = cos.transpose(1, 2)
-        self.sin[:, :, self.length : end] = sin.transpose(1, 2)
+        needed, held = -(-(end + self.shift) // self.block_length), self.cos.shape[1]
+        if needed > held:
+            capacity = needed if not self.length else max(needed, held + held // 8)
+            self.apply(lambda table: _resized(table, capacity))
+        blocks, slots = self._places(torch.arange(self.length, end, device=self.cos.device))
+        for table, new in ((self.cos, cos), (self.sin, sin)):
+            table[:, blocks, :, slots] = new.transpose(0, 1).to(table.dtype)
         self.length = end
 
-    def rows_at(self, rows: slice | list[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 ``cos, sin [rows or 1, 1, tokens, h]`` of the tokens ``start .. end``."""
-        chosen = slice(None) if self.cos.shape[0] == 1 else rows
-        cos, sin = (table[chosen, None, :, start:end].transpose(-1, -2) for table in (self.cos, self.sin))
-        return cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+    def blocks(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views ``cos, sin [B or 1, count, h, G]`` of the tokens from ``start`` on; see :meth:`align`."""
+        first = (start + self.shift) // self.block_length
+        return self.cos[:, first : first + count], self.sin[:, first : first + count]
+
+    def is_aligned(self, start: int) -> bool:
+        """Whether a block of the table begins at token ``start``."""
+        return (start + self.shift) % self.block_length == 0
+
+    def align(self, start: int) -> None:
+        """Move all tokens to where a block begins at token ``start``."""
+        cos, sin = self.tokens(0, self.length)
+        self.cos, self.sin = (each[:, :0] for each in (self.cos, self.sin))
+        self.shift, self.length = -start % self.block_length, 0
+        self.append(cos, sin)
+
+    def tokens(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos, sin [B or 1, end - start, h]`` of the tokens ``start .. end``."""
+        size = self.block_length
+        first, offset = (start + self.shift) // size, (start + self.shift) % size
+        last = -(-(end + self.shift) // size)
+        spans = (table[:, first:last].transpose(2, 3).flatten(1, 2) for table in (self.cos, self.sin))
+        cos, sin = (span[:, offset : offset + end - start] for span in spans)
+        return cos, sin
+
+    def gathered(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos, sin [B, T, h]`` of tokens ``[B, T]``."""
+        blocks, slots = self._places(positions)
+        rows = torch.arange(self.cos.shape[0], device=positions.device)[:, None]
+        return self.cos[rows, blocks, :, slots], self.sin[rows, blocks, :, slots]
+
+    def _places(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = positions + self.shift
+        return places.div(self.block_length, rounding_mode="floor"), places % self.block_length
 
     def select(self, choose: Callable[[int], torch.Tensor]) -> None:
         """Keep the rows ``choose(batch size)``; one common row stays common."""
@@ -157,10 +199,16 @@ class LayerRotary:
 
     def rotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
         """Rotate fp32 ``x [rows, K, tokens, D]``, the cached tokens from ``start`` on, in place."""
-        self.layout.rotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
+        self.layout.rotate_(x, *self._tables(rows, start, x.shape[2]))
 
     def unrotate_(self, x: torch.Tensor, rows: slice | list[int], start: int) -> None:
-        self.layout.unrotate_(x, *self.table.rows_at(rows, start, start + x.shape[2]))
+        self.layout.unrotate_(x, *self._tables(rows, start, x.shape[2]))
+
+    def _tables(self, rows: slice | list[int], start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 ``cos, sin [rows or 1, 1, count, h]`` of the tokens from ``start`` on."""
+        chosen = slice(None) if self.table.cos.shape[0] == 1 else rows
+        cos, sin = (each[chosen, None].to(torch.float32) for each in self.table.tokens(start, start + count))
+        return cos, sin
 
 
 @dataclass(frozen=True)
@@ -203,14 +251,15 @@ class RotaryTables:
 
     tables: list[RotaryTable] = field(default_factory=list)
 
-    def join(self, pending: Pending, new_tokens: int) -> LayerRotary:
+    def join(self, pending: Pending, new_tokens: int, block_length: int) -> LayerRotary:
         """Rotation of a layer that is about to get its first tokens: with the table of its group, or a new one."""
         assert pending.layout is not None
         assert pending.cos is not None
         for table in self.tables:
-            if table.source == pending.source and table.length == new_tokens:
+            same = table.source == pending.source and table.block_length == block_length
+            if same and table.length == new_tokens:
                 return LayerRotary(pending.layout, table)
-        self.tables.append(RotaryTable.empty_like(pending.cos, pending.source))
+        self.tables.append(RotaryTable.empty_like(pending.cos, pending.source, block_length))
         return LayerRotary(pending.layout, self.tables[-1])
 
     def crop(self, removed: int) -> None:
@@ -229,7 +278,7 @@ class RotaryTables:
             table.apply(function)
 
 
-def _resized(table: torch.Tensor, capacity: int, used: int) -> torch.Tensor:
-    larger = table.new_empty(*table.shape[:2], capacity)
-    larger[:, :, :used] = table[:, :, :used]
+def _resized(table: torch.Tensor, capacity: int) -> torch.Tensor:
+    larger = table.new_zeros(table.shape[0], capacity, *table.shape[2:])
+    larger[:, : table.shape[1]] = table
     return larger

@@ -127,7 +127,8 @@ def load(
     try:
         cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
         cache.padding_source, cache.is_default = header["padding_source"], bool(header["is_default"])
-        cache.rotary.tables = [_table(tensors, index) for index in range(header["rotary_tables"])]
+        lengths = _block_lengths(cache, header["layers"])
+        cache.rotary.tables = [_table(tensors, index, lengths[index]) for index in range(header["rotary_tables"])]
         for layer, data in zip(cache.layers, header["layers"], strict=True):
             _layer_from_json(layer, data, tensors, torch.device(device))
             if data.get("rotary") is not None:
@@ -279,14 +280,25 @@ def _state_tensors(layer: QuantizedLayer, state: TensorState) -> Tensors:
 
 def _tables_to_tensors(tables: list[RotaryTable], tensors: Tensors) -> int:
     for index, table in enumerate(tables):
-        tensors[f"rotary.{index}.cos"] = table.cos[:, :, : table.length]
-        tensors[f"rotary.{index}.sin"] = table.sin[:, :, : table.length]
+        for name, held in zip(("cos", "sin"), table.tokens(0, table.length), strict=True):
+            tensors[f"rotary.{index}.{name}"] = held.transpose(1, 2)
     return len(tables)
 
 
-def _table(tensors: Tensors, index: int) -> RotaryTable:
-    cos, sin = tensors[f"rotary.{index}.cos"], tensors[f"rotary.{index}.sin"]
-    return RotaryTable(cos, sin, cos.shape[2])
+def _block_lengths(cache: QuantizedKVCache, layers: list[Json]) -> dict[int, int]:
+    """By number of the table; the layers that share one have blocks of one length."""
+    return {
+        data["rotary"]["table"]: layer.block_length
+        for layer, data in zip(cache.layers, layers, strict=True)
+        if isinstance(layer, QuantizedLayer) and data.get("rotary") is not None
+    }
+
+
+def _table(tensors: Tensors, index: int, block_length: int) -> RotaryTable:
+    cos, sin = (tensors[f"rotary.{index}.{name}"].transpose(1, 2) for name in ("cos", "sin"))
+    table = RotaryTable.empty_like(cos, 0, block_length)
+    table.append(cos, sin)
+    return table
 
 
 def _rotary_to_json(layer: Any, tables: list[RotaryTable]) -> Json:

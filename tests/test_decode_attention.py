@@ -77,7 +77,7 @@ def past_with(
     layer = QuantizedLayer(config)
     if config.needs_attach:
         angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
-        table = RotaryTable.empty_like(angles[None], 1)
+        table = RotaryTable.empty_like(angles[None], 1, config.block_length)
         table.append(angles.cos()[None], angles.sin()[None])
         layer.set_rotary(LayerRotary(RotaryLayout("key", "half", dim // 2, 0, 1, "single", False), table))
         layer.note_queries(lambda start, stop: queries[:, :, start:stop], keys[:, :, :-new])
@@ -224,7 +224,7 @@ def test_compiled_with_rotary_tables_of_one_row_and_of_each() -> None:
         query, past = past_with(config, (2, 1, 2, 16, 300))
         rotary = past.states[0].rotary
         assert rotary is not None
-        rotary.table.apply(lambda table, rows=rows: table.expand(rows, -1, -1).clone())
+        rotary.table.apply(lambda table, rows=rows: table.expand(rows, -1, -1, -1).clone())
         mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         mask[..., 40] = False
         options = (0.25, 0.0, mask, None)
@@ -295,7 +295,7 @@ def test_blocks_shortened_in_the_middle_and_rows_selected(name, rows, length) ->
     layer, new = cache.layers[0], [each[rows, :, -1:] for each in tensors]
     table = None if layer.rotary is None else layer.rotary.table
     if table is not None:
-        table.append(table.cos[:, :, -1:].transpose(1, 2), table.sin[:, :, -1:].transpose(1, 2))
+        table.append(*table.tokens(table.length - 1, table.length))
     handle, _ = layer.update_for_attention(new[0], new[1])
     mask = torch.rand(len(rows), 1, 1, handle.past.length, generator=generator) > 0.3
     for given in (None, mask):

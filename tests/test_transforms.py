@@ -19,7 +19,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rotary() -> LayerRotary:
-    table = RotaryTable.empty_like(torch.empty(1, 1, 8), 1)
+    table = RotaryTable.empty_like(torch.empty(1, 1, 8), 1, 16)
     angles = torch.rand(1, 40, 8, generator=torch.Generator().manual_seed(1)) * 6
     table.append(1.3 * angles.cos(), 1.3 * angles.sin())  # scaled, as yarn's tables are
     return LayerRotary(RotaryLayout("key", "interleaved", 8, 4, 1, "single", False), table)

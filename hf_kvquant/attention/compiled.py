@@ -54,8 +54,8 @@ _PINNED = {
     "mean": (1, 2),
     "deviation": (1, 2),
     "order": (1, 2),
-    "cos": (1,),
-    "sin": (1,),
+    "cos": (2, 3),
+    "sin": (2, 3),
     "auxiliary": (0,),
     "planes": (1, 3, 4),
 }
@@ -152,12 +152,16 @@ def _single(tensors: dict[str, torch.Tensor]) -> tuple[bool, ...]:
 def _examples(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the views to compile with, whose strides stand in no simple relation to their sizes: torch would take
     one for a rule."""
-    return [tensor if _kind(name) in _CONTIGUOUS else _roomy(tensor) for name, tensor in tensors.items()]
+    return [
+        tensor if _kind(name) in _CONTIGUOUS else _roomy(tensor, 1 if name in ("cos", "sin") else 2)
+        for name, tensor in tensors.items()
+    ]
 
 
-def _roomy(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.shape[2]
-    return tensor.new_zeros(*tensor.shape[:2], size + 3, *tensor.shape[3:])[:, :, :size].copy_(tensor)
+def _roomy(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    size = tensor.shape[dim]
+    room = tensor.new_zeros(*tensor.shape[:dim], size + 3, *tensor.shape[dim + 1 :])
+    return room.narrow(dim, 0, size).copy_(tensor)
 
 
 def _compiled(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step:

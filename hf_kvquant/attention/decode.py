@@ -18,7 +18,6 @@ from hf_kvquant.spec import TensorSpec
 from hf_kvquant.transforms import Step, Tables, steps_of
 
 Tensors = dict[str, torch.Tensor]
-UNROLLED_HEADS = 16
 
 
 def decode(plan: Plan, tensors: Tensors) -> torch.Tensor:
@@ -79,8 +78,8 @@ def _packed_scores(plan: Plan, tensors: Tensors, query: torch.Tensor) -> torch.T
     blocks, mean = _blocks(tensors, "key"), tensors.get("key.mean")
     if plan.stores_raw:
         assert plan.layout is not None
-        cos, sin = (tensors[name].unflatten(-1, (-1, plan.block_length)) for name in ("cos", "sin"))
-        return rotated_scores(query, blocks, plan.key, plan.block_length, plan.layout, (cos, sin), mean)
+        tables = tensors["cos"], tensors["sin"]
+        return rotated_scores(query, blocks, plan.key, plan.block_length, plan.layout, tables, mean)
     folded = query
     for step in _steps(plan.key, tensors, "key"):
         folded = step.fold_query(folded)
@@ -89,24 +88,20 @@ def _packed_scores(plan: Plan, tensors: Tensors, query: torch.Tensor) -> torch.T
         return scores
     if not plan.turns_centre:
         return scores + (query @ mean[..., None])[..., None]
-    return scores + _centre_scores(plan, tensors, query, mean).unflatten(-1, (-1, plan.block_length))
+    return scores + _centre_scores(plan, tensors, query, mean)
 
 
 def _centre_scores(plan: Plan, tensors: Tensors, query: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Scores of the rotated centre at every packed token, ``[B, K, R, n * G]``."""
+    """Scores of the rotated centre at every packed token, ``[B, K, R, n, G]``."""
     assert plan.layout is not None
     terms = plan.layout.dot_terms(query, mean[:, :, None])
-    terms = [written(term.flatten(1, 2)) for term in terms]  # [B, H, h], and [B, H, 1] of the rest
-    cos, sin = tensors["cos"].float(), tensors["sin"].float()  # [B or 1, h, n * G]
-    if plan.heads * plan.repeats > UNROLLED_HEADS and tensors["cos"].dtype == torch.float32:
-        along, across, rest = terms
-        return (along @ cos + across @ sin + rest).unflatten(1, (plan.heads, plan.repeats))
-    # All query heads unrolled, since all read the same tables: 0.15 against 0.27 ms with the KV heads as a dimension,
-    # 0.18 as a matrix product (9 heads, 8,192 tokens). More heads than registers are faster as a product, unless that
-    # would need a copy of the tables in fp32.
+    along, across, rest = (written(term.flatten(1, 2)).unbind(1) for term in terms)  # per query head [B, h], [B, 1]
+    cos, sin = tensors["cos"].float(), tensors["sin"].float()  # [B or 1, n, h, G]
+    # All query heads unrolled, since all read the same tables: as fast as a matrix product up to 64 heads, and it needs
+    # no copy of 16-bit tables.
     scores = [
-        (cos * along[..., None] + sin * across[..., None]).sum(1) + rest
-        for along, across, rest in zip(*(term.unbind(1) for term in terms), strict=True)
+        (cos * one[:, None, :, None] + sin * other[:, None, :, None]).sum(2) + constant[..., None]
+        for one, other, constant in zip(along, across, rest, strict=True)
     ]
     return torch.stack(scores, 1).unflatten(1, (plan.heads, plan.repeats))
 

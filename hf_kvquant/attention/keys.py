@@ -131,14 +131,14 @@ def rotated_scores(
     Args:
         query, blocks, spec, length: as for :func:`key_scores`; the query is the delivered one.
         layout: of the rotation.
-        tables: cos and sin ``[B or 1, h, n, G]`` of the cached tokens.
+        tables: cos and sin ``[B or 1, n, h, G]`` of the cached tokens.
         mean: ``[B, K, D]`` that was subtracted from the keys, or None.
 
     Returns:
         ``[B, K, R, n, G]``, fp32.
     """
     codes = Codes.of(blocks, spec, query.shape[-1], length)
-    cos, sin = (table.float().transpose(1, 2)[:, None] for table in tables)  # [B or 1, 1, n, h, G]
+    cos, sin = (table.float()[:, None] for table in tables)  # [B or 1, 1, n, h, G]
     (first_queries, second_queries), rest_queries = layout.parts(query), layout.rest(query)
     pieces: list[torch.Tensor] = []
     widths = [plane.width for plane in codes.layout]

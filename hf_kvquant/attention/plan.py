@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 import torch
 
 from hf_kvquant.past import Past
-from hf_kvquant.rotary import RotaryLayout
+from hf_kvquant.rotary import RotaryLayout, RotaryTable
 from hf_kvquant.spec import TensorSpec
-from hf_kvquant.storage import TensorState
+from hf_kvquant.storage import TensorState, storing
 
 # More groups of channels per token than this would unroll into as many loops.
 MAX_CHANNEL_GROUPS = 8
+_align = storing(RotaryTable.align)
 _PLANS: dict[Plan, Plan] = {}
 
 
@@ -141,19 +142,19 @@ def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
 
 
 def _tables(state: TensorState, past: Past, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin ``[B or 1, h, count * G]`` of the tokens in closed blocks."""
+    """cos and sin ``[B or 1, count, h, G]`` of the tokens in closed blocks."""
     assert state.rotary is not None
-    table, tokens = state.rotary.table, count * past.block_length
-    start = past.rows[0].padding + past.sink_length
+    table, length = state.rotary.table, past.block_length
     if past.is_regular:
-        span = slice(start, start + tokens)
-        return table.cos[:, :, span], table.sin[:, :, span]
-    # One more than needed, so that the result is a view with room behind it, as above.
-    places = block_positions(past, count, table.cos.device).clamp_max(table.length - 1)
-    places = torch.cat([places, places[:, -1:]], 1)
-    index = places[:, None].expand(-1, table.cos.shape[1], -1)
-    cos, sin = (each.expand(index.shape[0], -1, -1).gather(2, index) for each in (table.cos, table.sin))
-    return cos[:, :, :tokens], sin[:, :, :tokens]
+        start = past.rows[0].padding + past.sink_length
+        if not table.is_aligned(start):
+            _align(table, start)
+        return table.blocks(start, count)
+    # A block more than needed, so that the result is a view with room behind it, as above.
+    positions = block_positions(past, count, table.cos.device).clamp_max(table.length - 1)
+    gathered = table.gathered(torch.cat([positions, positions[:, -length:]], 1))
+    cos, sin = (each.unflatten(1, (-1, length)).transpose(2, 3).contiguous()[:, :count] for each in gathered)
+    return cos, sin
 
 
 def block_positions(past: Past, count: int, device: torch.device) -> torch.Tensor:
