@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_hqq_available
 
 from hf_kvquant import QuantizedKVCache
 from hf_kvquant.lm_eval import HFLM, KVQuantLM
+from hf_kvquant.past import PastTensor
 from hf_kvquant.reading import Reader, ReadingPlan
 from hf_kvquant.schemes import EvalError, find_scheme
 from tests import evaluation, tiny
@@ -91,6 +92,31 @@ def test_two_bits_show_only_where_the_cache_is_read(make: Any, stock: Any) -> No
     assert whole == pytest.approx(right, abs=1e-3)
     chunks = [each[0] for each in likelihoods(make("k2v2", residual_length=0))]
     assert abs(chunks[0] - right[0]) > 0.1
+
+
+@pytest.mark.parametrize("kv_cache", ["k4v4", "cr4"])
+def test_decoding_from_codes_scores_as_full_tensors_do(
+    make: Any, monkeypatch: pytest.MonkeyPatch, kv_cache: str
+) -> None:
+    """In pieces short enough for decode attention; the lengths are those where it is used."""
+    ran: list[int] = []
+    spied = QuantizedKVCache.update
+    options: dict[str, Any] = {"score_chunk": 8, "prefill_tail": 8, "residual_length": 0}
+
+    def update(self: Any, keys: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        handle = spied(self, keys, *rest, **named)
+        ran.append(isinstance(handle[0], PastTensor))
+        return handle
+
+    monkeypatch.setattr(QuantizedKVCache, "update", update)
+    codes = likelihoods(make(kv_cache, **options)), replies(make(kv_cache, **options))
+    assert sum(ran) > 20
+    ran.clear()
+    monkeypatch.setattr(QuantizedKVCache, "_pays", lambda *_: False)
+    full = likelihoods(make(kv_cache, **options)), replies(make(kv_cache, **options))
+    assert not any(ran)
+    assert [each[0] for each in codes[0]] == pytest.approx([each[0] for each in full[0]], abs=1e-3)
+    assert codes[1] == full[1]
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
