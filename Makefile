@@ -21,10 +21,11 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The site of docs/, without a network; anything that does not render is an error. make docs SITE=FOLDER puts it elsewhere.
+# The site of docs/, without a network. Every warning is an error (--quiet would hide them from --strict as well). make docs SITE=FOLDER
+# puts it elsewhere.
 SITE := build/docs
 docs: $(VENV)/installed
-	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.decode

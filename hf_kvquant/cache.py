@@ -123,9 +123,10 @@ class QuantizedKVCache(Cache):
             **kwargs: likewise; position ids among them tell the left padding of new rows.
 
         Returns:
-            Keys ``[B, K, T + q, D]`` and values ``[B, K, T + q, Dv]`` in the delivered dtype: closed blocks
-            dequantized, everything else exact, zeros for padding that has left the window. For a decode step that
-            reads codes, handles of these shapes, which turn into full tensors where anything but attention uses them.
+            Keys ``[B, K, T + q, D]`` and values ``[B, K, T + q, Dv]`` in the delivered dtype. Closed blocks are
+            dequantized, everything else is exact, padding that has left the window reads as zeros. For a decode step
+            that reads codes, handles of these shapes, which turn into full tensors where anything but attention uses
+            them.
 
         Raises:
             ValueError: ``layer_idx`` is none of the model's layers; the tensors do not fit each other or those already

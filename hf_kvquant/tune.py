@@ -102,7 +102,7 @@ def allocate(spectra: torch.Tensor, bits: float) -> list[Widths]:
         bits: average width of a channel over all layers.
 
     Returns:
-        By layer ``(bits, channels)``, from the widest, 64 channels in all: what ``TensorSpec.widths`` takes.
+        By layer what ``TensorSpec.widths`` takes, ``(bits, channels)`` from the widest, 64 channels in all.
     """
     levels = list(DISTORTION)
     steps = list(pairwise(levels))

@@ -13,6 +13,9 @@ import pytest
 
 import hf_kvquant
 from hf_kvquant import PRESETS
+from hf_kvquant.attention.backends import BACKENDS
+from hf_kvquant.formats import FORMATS
+from hf_kvquant.scales import SCALE_FORMATS, ZERO_FORMATS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
@@ -88,6 +91,21 @@ def test_presets_are_shown_as_they_are() -> None:
     assert rows == [(name, preset.description) for name, preset in PRESETS.items()]
 
 
+@pytest.mark.parametrize(
+    ("page", "field", "registry"),
+    [
+        ("configuration.md", "TensorSpec.format", FORMATS),
+        ("configuration.md", "TensorSpec.scale_format", SCALE_FORMATS),
+        ("configuration.md", "TensorSpec.zero_format", ZERO_FORMATS),
+        ("attention.md", "backend", {"full", *BACKENDS}),
+    ],
+)
+def test_names_are_those_of_the_registry(page: str, field: str, registry: Any) -> None:
+    listed = re.search(rf"`{field}` is one of ((?:`\w+`(?:, )?)+)", PAGES[page])
+    assert listed
+    assert set(re.findall(r"`(\w+)`", listed[1])) == set(registry)
+
+
 # ---------------------------------------------------------------- docstrings
 
 
@@ -130,6 +148,7 @@ def test_docstrings_name_every_parameter(module: str, name: str, node: Definitio
     assert text
     assert not [each for each in parameters(node) if not names_parameter(text, each)]
     assert not re.search(r":\w+:`|::$", text, re.M), "roles and literal blocks are not Markdown"
+    assert not re.search(r"^Returns:\n    [^\n]*:", text, re.M), "what stands before a colon would be shown as a type"
 
 
 def raised_by(node: Definition, around: dict[str, Definition], seen: frozenset[str] = frozenset()) -> set[str]:
