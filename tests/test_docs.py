@@ -113,12 +113,11 @@ def documented() -> Iterator[tuple[str, str, Definition, ast.ClassDef | None]]:
     """(module, name, definition, class it belongs to) of everything that the pages show."""
     for module, name in sorted(DOCUMENTED):
         node = definitions(module).get(name)
-        if node is None:
-            continue
-        yield module, name, node, None
-        for each in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-                yield module, f"{name}.{each.name}", each, node
+        if node is not None:
+            yield module, name, node, None
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            yield from ((module, f"{name}.{each.name}", each, node) for each in methods if each.name[0] != "_")
 
 
 SHOWN = list(documented())
