@@ -78,8 +78,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         return
     if parsed.cache_requests:
         raise EvalError(
-            f"--cache_requests {parsed.cache_requests}: that cache does not know --metadata and would hand out other "
-            "prompts; leave it out"
+            "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
         )
     settings: dict[str, Any] = {"chat_template": bool(getattr(parsed, "apply_chat_template", False))}
     parsed.metadata = settings | (parsed.metadata or {})

@@ -121,7 +121,7 @@ def test_chat_template_is_told_to_the_tasks(folder: Path, tmp_path: Path) -> Non
         (["--metadata", "tokenizer=./no/such"], "tokenizer=./no/such: no tokenizer there"),
         (["--model_args", "pretrained=./no/such"], "pretrained=./no/such: neither a model folder nor a hub id"),
         (["--batch_size", "4"], "batch_size=4: requests are read one by one"),
-        (["--cache_requests"], "--cache_requests true: that cache does not know --metadata"),
+        (["--cache_requests"], "--cache_requests: its cache does not know --metadata"),
         (["--tasks", "kvq_nothing"], "Tasks not found: kvq_nothing"),
         (["--log_samples"], "Specify --output_path if providing --log_samples"),
     ],

@@ -17,6 +17,7 @@ NEXT = re.compile(
 # Fixed words -> why no value is put in.
 WITHOUT_VALUE = {
     "torch.compile is switched off": "the reason inside a CompilationError",
+    "--cache_requests": "a flag, which has none",
 }
 # Fixed words -> why nothing is to be done.
 WITHOUT_NEXT = {
