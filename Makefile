@@ -8,18 +8,24 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # step then costs a time slice (measured on 2 cores, one other process: 2 to 4 s per token instead of 0.2). Sleep instead.
 demo test eval-smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench eval-smoke clean
+.PHONY: demo test lint docs bench eval-smoke clean
 
 demo: $(VENV)/installed
 	$(BIN)/hf-kvquant demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The site of docs/, without a network. Every warning is an error (--quiet would hide them from --strict as well). make docs SITE=FOLDER
+# puts it elsewhere.
+SITE := build/docs
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.decode

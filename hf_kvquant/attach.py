@@ -84,7 +84,10 @@ class _CaptureHook:
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("attach: run one forward with the cache before compiling, so that RoPE can be probed")
+            raise RuntimeError(
+                f"attach: how {type(module).__name__} rotates is not known yet, and it cannot be probed under "
+                "torch.compile; run one forward with the cache before compiling"
+            )
         embeddings = arguments.get("position_embeddings")
         if embeddings is None:
             self.reason = _reason_without_tables(module)
@@ -148,7 +151,11 @@ def _takes_cache(module: torch.nn.Module) -> bool:
 
 
 class AttachHandle:
-    """What :func:`attach` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block."""
+    """What ``attach`` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block.
+
+    Attributes:
+        backend: how decode steps attend, and why: a ``Choice``.
+    """
 
     def __init__(self, modules: list[torch.nn.Module], backend: Choice, name: str):
         self.backend = backend
@@ -239,5 +246,7 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     choice = choose(backend, device)
     if backend == "auto" and choice.name == "full" and device.type == "cpu":
-        warnings.warn(f"decode attention reads full tensors: {choice.reason}", stacklevel=2)
+        warnings.warn(
+            f"decode attention reads full tensors: {choice.reason}; install one, or say backend='full'", stacklevel=2
+        )
     return AttachHandle(modules, choice, backend)

@@ -26,6 +26,7 @@ from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.models import load_model, smollm2_dir
 from hf_kvquant.presets import PRESETS
 from hf_kvquant.prompt import DemoError, Prompt, build_prompt, check, data_path
+from hf_kvquant.spec import first_line
 
 __all__ = [
     "DemoError",
@@ -134,23 +135,25 @@ def _load(settings: DemoSettings) -> tuple[Any, Any]:
     try:
         torch.empty(0, device=settings.device)
     except (RuntimeError, AssertionError) as error:
-        raise DemoError(f"--device {settings.device}: {str(error).splitlines()[0]}") from error
+        raise DemoError(f"--device {settings.device}: {first_line(error)}; choose another, such as cpu") from error
     try:
         model, tokenizer = load_model(settings.model, DTYPES[settings.dtype])
     except (OSError, ValueError) as error:
         if settings.model is None:
             raise
-        reason = str(error).strip().splitlines()[0]
         raise DemoError(
-            f"--model {settings.model}: neither a model folder nor a hub id that loads ({reason})"
+            f"--model {settings.model}: neither a model folder nor a hub id that loads ({first_line(error)})"
         ) from error
     return model.to(settings.device), tokenizer
 
 
 def _check_length(model: Any, settings: DemoSettings) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    needed = settings.tokens + settings.new_tokens
-    check(limit is None or needed <= limit, f"--tokens {settings.tokens}: the model ends at {limit} positions")
+    if limit is not None and settings.tokens + settings.new_tokens > limit:
+        raise DemoError(
+            f"--tokens {settings.tokens}: the model ends at {limit} positions; with --new-tokens {settings.new_tokens} "
+            f"choose at most {limit - settings.new_tokens}"
+        )
 
 
 def _measure(model: Any, tokenizer: Any, prompt: Prompt, scheme: str, new_tokens: int, bar: tqdm) -> Row:

@@ -77,7 +77,9 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     if parsed.command != "run":
         return
     if parsed.cache_requests:
-        raise EvalError("--cache_requests: its cache does not know --metadata and would hand out other prompts")
+        raise EvalError(
+            "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
+        )
     settings: dict[str, Any] = {"chat_template": bool(getattr(parsed, "apply_chat_template", False))}
     parsed.metadata = settings | (parsed.metadata or {})
     if parsed.model is None and parsed.config is None:

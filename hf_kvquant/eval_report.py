@@ -31,10 +31,11 @@ capacity, *all* with them. Differences are paired: to full precision, on the sam
 
 
 def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
-    """Write ``report.json``, ``report.md`` and pictures of the results in ``paths``; returns the files.
+    """Write ``report.json``, ``report.md`` and pictures of the results in ``paths`` into ``folder``; returns the files.
+    ``command`` is shown as what made them.
 
     Raises:
-        EvalError: see :func:`hf_kvquant.eval_results.load`.
+        EvalError: as ``hf_kvquant.eval_results.load`` raises.
         MissingPackageError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -51,7 +52,8 @@ def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
 
 
 def markdown(runs: Sequence[Run], command: str, pictures: Sequence[str]) -> str:
-    """The report as Markdown: settings, a table per task, recall by length and depth, pictures."""
+    """The report of ``runs`` as Markdown: ``command``, settings, a table per task, recall by length and depth, and the
+    files in ``pictures``."""
     lines = ["# Evaluation", "", f"`{command}`", "", *_settings_lines(runs), "", LEGEND, ""]
     reference = baseline(runs)
     for task in _all_tasks(runs, retrieval=True):
@@ -93,7 +95,8 @@ def _head_cells(run: Run) -> list[str]:
 
 
 def retrieval_table(runs: Sequence[Run], reference: Run | None, task: str) -> list[str]:
-    """Of one task with answers: the four metrics, and paired differences of two."""
+    """Rows of a table of one ``task`` with answers: the four metrics of ``runs``, and paired differences of two to
+    ``reference``."""
     head = ["cache", "true bits", "all bits", "documents", *(name.replace("_", " ") for name in RETRIEVAL)]
     head += ["answer nll, difference", "recall, difference"]
     rows = []
@@ -107,7 +110,7 @@ def retrieval_table(runs: Sequence[Run], reference: Run | None, task: str) -> li
 
 
 def cell_table(runs: Sequence[Run], task: str) -> list[str]:
-    """Recall of every scheme by length and depth."""
+    """Rows of a table of recall in ``task`` by length and depth, one of each of ``runs``."""
     every = list(dict.fromkeys(cell for run in runs for cell in cells(run, [task])))
     rows = []
     for run in (run for run in runs if task in run.samples):
@@ -118,7 +121,8 @@ def cell_table(runs: Sequence[Run], task: str) -> list[str]:
 
 
 def text_table(runs: Sequence[Run], reference: Run | None, task: str) -> list[str]:
-    """Of running text: perplexity, bits per byte, and the paired difference of nll, also as percent of perplexity."""
+    """Rows of a table of one ``task`` of running text: perplexity and bits per byte of ``runs``, and the paired
+    difference of nll to ``reference``, in nats per token and as percent of perplexity."""
     head = [
         "cache",
         "true bits",

@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hf_kvquant.schemes import FULL_PRECISION, EvalError, as_json
+from hf_kvquant.spec import first_line
 
 RETRIEVAL = ("exact_match", "recall", "token_accuracy", "answer_nll")
 TEXT = ("nll", "bits_per_byte")
@@ -45,20 +46,28 @@ class Run:
 
     @property
     def key(self) -> str:
+        """One text for scheme and settings: results of equal keys are joined."""
         return as_json([self.scheme, self.settings])
 
     @property
     def true_bits(self) -> float:
+        """Bits per element of the longest cache, without window, sinks and unused capacity."""
         return self.held["true_bits_per_element"]
 
     def tasks(self, retrieval: bool) -> list[str]:
-        """Tasks of one sort: those with answers to find, or those of running text."""
+        """Tasks of one sort: with ``retrieval`` those with answers to find, else those of running text."""
         return [task for task, rows in self.samples.items() if ("answer_nll" in rows[0]) == retrieval]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error (None from a single value)."""
+    """A mean.
+
+    Attributes:
+        mean: of the values.
+        error: its standard error; None from a single value.
+        count: number of values.
+    """
 
     mean: float
     error: float | None
@@ -66,12 +75,16 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Estimate:
+        """From at least one of ``values``, taken as independent."""
         values = list(values)
         return cls(fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None, len(values))
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """All runs in result files, folders of them, or reports written before; those of one scheme and setting joined.
+    """All runs in result files; those of one scheme and setting joined.
+
+    Args:
+        paths: result files of lm-eval, folders of them, or reports written before.
 
     Raises:
         EvalError: nothing found, a file that is none of ours, no logged samples, or two results for one document.
@@ -110,18 +123,19 @@ def _read(file: Path) -> Iterator[Run]:
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise EvalError(f"{file}: not readable as JSON ({str(error).splitlines()[0]})") from error
+        raise EvalError(f"{file}: not readable as JSON ({first_line(error)}); leave it out, or run it again") from error
     if isinstance(data, dict) and "runs" in data:
         for each in data["runs"]:
             yield Run(**{**each, "samples": {task: _rows(table) for task, table in each["samples"].items()}})
     elif isinstance(data, dict) and "kv_cache" in data.get("config", {}):
         yield _of_results(file, data)
     else:
-        raise EvalError(f"{file}: not a result of the model type hf-kvquant, nor a report of it")
+        raise EvalError(f"{file}: not a result of the model type hf-kvquant, nor a report of it; leave it out")
 
 
 def to_json(runs: Sequence[Run], command: str) -> str:
-    """What :func:`load` reads again: samples as tables, one document a line."""
+    """``runs`` and the ``command`` that shows them as the text of a report, which ``load`` reads again: samples as
+    tables, one document a line."""
     tables = [vars(run) | {"samples": {task: _table(rows) for task, rows in run.samples.items()}} for run in runs]
     text = json.dumps({"command": command, "runs": tables}, indent=1)
     return re.sub(r"\[[^\[\]{}]*\]", lambda innermost: " ".join(innermost[0].split()), text) + "\n"
@@ -187,17 +201,18 @@ def _join(whole: Run, part: Run) -> None:
 
 
 def baseline(runs: Sequence[Run]) -> Run | None:
-    """The run in full precision that others are compared with, the first if there are several."""
+    """The one of ``runs`` in full precision that others are compared with, the first if there are several."""
     return next((run for run in runs if run.scheme.split(" (")[0] == FULL_PRECISION), None)
 
 
 def estimate(run: Run, tasks: Iterable[str], metric: str, keep: Callable[[Row], bool] = lambda row: True) -> Estimate:
-    """Mean of a metric over the documents of some tasks."""
+    """Mean of ``metric`` over the documents of ``tasks`` in ``run`` that ``keep`` keeps (all)."""
     return Estimate.of(row[metric] for task in tasks for row in run.samples.get(task, []) if keep(row))
 
 
 def paired(run: Run, reference: Run, tasks: Iterable[str], metric: str) -> Estimate | None:
-    """Mean difference to ``reference`` on the documents that both have; None where there are none."""
+    """Mean difference in ``metric`` of ``run`` to ``reference``, on the documents of ``tasks`` that both have; None
+    where there are none."""
     differences = []
     for task in tasks:
         known = {_place(row): row[metric] for row in reference.samples.get(task, [])}
@@ -207,7 +222,7 @@ def paired(run: Run, reference: Run, tasks: Iterable[str], metric: str) -> Estim
 
 
 def cells(run: Run, tasks: Iterable[str]) -> dict[tuple[int, float], list[Row]]:
-    """Rows by (length, depth)."""
+    """Rows of ``tasks`` in ``run`` by (length in tokens, depth from 0 to 1)."""
     found: dict[tuple[int, float], list[Row]] = {}
     for task in tasks:
         for row in run.samples.get(task, []):

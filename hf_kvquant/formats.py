@@ -30,6 +30,9 @@ class NumberFormat:
         dtype: the 8-bit float behind a table format.
         step: distance of neighbouring unit values (affine).
         midrise: levels at odd multiples of half a step.
+
+    Source: integers as in KIVI (Liu et al. 2024, arXiv 2402.02750); 8-bit floats from Micikevicius et al.
+    2022, arXiv 2209.05433, table 1; mid-rise steps from Max 1960, "Quantizing for minimum distortion", table II.
     """
 
     name: str
@@ -41,6 +44,7 @@ class NumberFormat:
 
     @property
     def lossless(self) -> bool:
+        """Whether tensors are kept as delivered."""
         return self.kind == "none"
 
     @property
@@ -49,13 +53,14 @@ class NumberFormat:
         return self.kind == "table" or self.midrise
 
     def offset(self, symmetric: bool) -> float:
-        """Code of the unit value 0 under a symmetric range (a half on a mid-rise grid); asymmetric codes start at 0."""
+        """Code of the unit value 0 where the range is ``symmetric`` (a half on a mid-rise grid); asymmetric codes start
+        at 0."""
         if self.midrise:
             return (2**self.bits - 1) / 2
         return 2 ** (self.bits - 1) if symmetric and self.kind == "affine" else 0
 
     def unit_limit(self, symmetric: bool) -> float:
-        """Largest unit value; scales are (range / unit_limit). Symmetric ranges are restricted to +-(2^(bits-1) -
+        """Largest unit value; scales are (range / unit_limit). ``symmetric`` ranges are restricted to +-(2^(bits-1) -
         1); the outer levels of a mid-rise grid stand for half a step more."""
         if self.midrise:
             return 2 ** (self.bits - 1) * self.step
@@ -65,7 +70,8 @@ class NumberFormat:
         return float(2 ** (self.bits - 1) - 1 if symmetric else 2**self.bits - 1)
 
     def encode(self, units: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
-        """Unit values (fp32, any shape) -> uint8 codes: nearest, ties to even, saturating; NaN becomes unit value 0."""
+        """Codes (uint8) of ``units`` (fp32, any shape), under a ``symmetric`` range or not: nearest, ties to even,
+        saturating; NaN becomes unit value 0."""
         limit = self.unit_limit(symmetric)
         if self.kind == "table":
             assert self.dtype is not None
@@ -81,13 +87,14 @@ class NumberFormat:
         return (units / self.step).sub_(0.5).round_().clamp_(-half, half - 1)
 
     def nearest(self, units: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
-        """``decode(encode(units))``; on a mid-rise grid without the way through bytes, and NaN stays NaN."""
+        """``decode(encode(units, symmetric), symmetric)``; on a mid-rise grid without the way through bytes, and NaN
+        stays NaN."""
         if self.midrise:
             return self._levels(units).add_(0.5).mul_(self.step)
         return self.decode(self.encode(units, symmetric), symmetric)
 
     def decode(self, codes: torch.Tensor, symmetric: bool = False) -> torch.Tensor:
-        """uint8 codes (any shape) -> unit values in fp32; exact."""
+        """Unit values (fp32) of ``codes`` (uint8, any shape) under a ``symmetric`` range or not; exact."""
         if self.kind == "table":
             assert self.dtype is not None
             return codes.view(self.dtype).float()
@@ -112,3 +119,4 @@ FORMATS: dict[str, NumberFormat] = {
         *(NumberFormat(f"midrise{b}", b, "affine", step=step, midrise=True) for b, step in MIDRISE_STEPS.items()),
     )
 }
+"""Name -> number format: what ``TensorSpec.format`` may name."""

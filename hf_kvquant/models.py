@@ -19,12 +19,18 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
+"""Name of the model that comes from a package."""
 GGUF_FILE = f"{SMOLLM2}.Q4_1.gguf"
 MAX_LENGTH = 8192
 
 
 class MissingPackageError(RuntimeError):
-    """A package that only the demo's model needs is missing; the message is the command that installs it, then why."""
+    """A package that only the demo's model or an evaluation needs is missing.
+
+    Args:
+        command: the line that installs it.
+        reason: what it is needed for.
+    """
 
     def __init__(self, command: str, reason: str) -> None:
         super().__init__(f"{command}\n{reason}")
@@ -38,7 +44,11 @@ def cache_dir() -> Path:
 
 
 def smollm2_dir() -> Path:
-    """Folder that holds SmolLM2-135M-Instruct in fp32; the first call converts it."""
+    """Folder that holds SmolLM2-135M-Instruct in fp32; the first call converts it, in about half a minute.
+
+    Raises:
+        MissingPackageError: the package that carries the model file, or the one that reads it, is not installed.
+    """
     target = cache_dir() / SMOLLM2
     if not target.is_dir():
         _convert(_gguf_folder(), target)
@@ -46,12 +56,25 @@ def smollm2_dir() -> Path:
 
 
 def source_of(name_or_path: str | Path) -> str:
-    """What transformers loads a model from: the converted folder for SmolLM2's name, else the name itself."""
+    """What transformers loads ``name_or_path`` from: the converted folder for SmolLM2's name, else the name itself.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+    """
     return str(smollm2_dir() if name_or_path == SMOLLM2 else name_or_path)
 
 
 def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer of a hub id or a folder; None: SmolLM2-135M-Instruct."""
+    """Model in eval mode and tokenizer.
+
+    Args:
+        name_or_path: hub id or folder; None: SmolLM2-135M-Instruct, which needs no hub.
+        dtype: of the weights.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+        OSError: no model there, as transformers raises it.
+    """
     source = source_of(SMOLLM2 if name_or_path is None else name_or_path)
     local = Path(source).is_dir()
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)

@@ -28,6 +28,7 @@ from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.memory import storage_nbytes, tensors_in
 from hf_kvquant.presets import PRESETS
+from hf_kvquant.spec import first_line
 
 FULL_PRECISION = "none"
 TRANSFORMERS = "transformers:"
@@ -66,14 +67,16 @@ class Scheme:
 
     @property
     def needs_attach(self) -> bool:
+        """Whether the model must be attached."""
         return self.config is not None and self.config.needs_attach
 
 
 def find_scheme(name: str, residual_length: int | None = None) -> Scheme:
-    """The scheme of a name: a preset, the path of a JSON file of a :class:`KVQuantConfig`, "none" for DynamicCache, or
-    "transformers:" with a backend of its QuantizedCache and bits ("transformers:quanto4", "transformers:fp8").
+    """A cache by its name.
 
     Args:
+        name: a preset, the path of a JSON file of a ``KVQuantConfig``, "none" for DynamicCache, or "transformers:" with
+            a backend of its QuantizedCache and bits ("transformers:quanto4", "transformers:fp8").
         residual_length: tokens of the exact window instead of the scheme's own; 0 quantizes everything but the sinks.
 
     Raises:
@@ -82,7 +85,7 @@ def find_scheme(name: str, residual_length: int | None = None) -> Scheme:
     if residual_length is not None and (type(residual_length) is not int or residual_length < 0):
         raise EvalError(f"residual_length={residual_length}: it must be an integer of at least 0")
     if residual_length is not None and name in (FULL_PRECISION, f"{TRANSFORMERS}fp8"):
-        raise EvalError(f"residual_length={residual_length}: kv_cache={name} has no window")
+        raise EvalError(f"residual_length={residual_length}: kv_cache={name} has no window; leave it out")
     if name == FULL_PRECISION:
         return Scheme(name, lambda config: DynamicCache(config=config), {"cache": "DynamicCache"})
     if name.startswith(TRANSFORMERS):
@@ -102,7 +105,7 @@ def _configuration(name: str) -> KVQuantConfig:
     try:
         return KVQuantConfig.from_json(Path(name).read_text())
     except (OSError, ValueError) as error:
-        raise EvalError(f"kv_cache={name}: {str(error).splitlines()[0]}") from error
+        raise EvalError(f"kv_cache={name}: {first_line(error)}") from error
 
 
 def _incumbent(name: str, residual_length: int | None) -> Scheme:
@@ -142,21 +145,21 @@ def fork(cache: Cache) -> Cache:
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Bytes of every storage that a cache holds."""
+    """Bytes of every storage that ``cache`` holds, ours or transformers'."""
     if isinstance(cache, QuantizedKVCache):
         return cache.memory_report().total
     return storage_nbytes(_inner_tensors([vars(layer) for layer in cache.layers]))
 
 
 def elements_per_token(config: Any) -> int:
-    """Key and value elements that one token has in all layers."""
+    """Key and value elements that one token has in all layers of a model with this ``config``."""
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
 
 
 def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
-    """Bits per element of a filled cache that stands for ``elements`` key and value elements.
+    """Bits per element of a filled ``cache`` that stands for ``elements`` key and value elements.
 
     ``blocks``: codes, scales and zero points of closed blocks, over the elements in closed blocks; ``true``: the same
     with all tables that a format keeps per row, still without cos and sin; ``with_rotary``: with the tables of cos and
@@ -205,5 +208,5 @@ def _inner_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def as_json(identity: Any) -> str:
-    """One text for one identity, whatever the order of its fields."""
+    """One text for one ``identity``, whatever the order of its fields."""
     return json.dumps(identity, sort_keys=True)

@@ -175,7 +175,7 @@ def of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"depths": [0.5, 2]}, r"depths=\[0.5, 2\]: expected shares from 0 to 1"),
         ({"samples_per_cell": 0}, r"samples_per_cell=\[0\]: expected a positive integer"),
         ({"data_seed": "x"}, r"data_seed=\['x'\]: expected an integer"),
-        ({"tokenizer": None}, "no tokenizer: name one"),
+        ({"tokenizer": None}, "tokenizer=None: prompts are measured with one; name it"),
     ],
 )
 @pytest.mark.usefixtures("of_bytes")
