@@ -38,7 +38,7 @@ def calibrated_fp8(
     Raises:
         ValueError: no prompt, another format, a margin below 1, or a model without full-attention layers.
     """
-    if format not in FORMATS or FORMATS[format].kind != "table":
+    if format not in FORMATS or FORMATS[format].dtype is None:
         raise invalid("format", format, "choose fp8_e4m3 or fp8_e5m2")
     if not margin >= 1:
         raise invalid("margin", margin, "it must be at least 1")

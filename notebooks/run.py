@@ -57,7 +57,7 @@ def execute(path: Path) -> Any:
         record_timing=False,
         coalesce_streams=True,
     )
-    client.execute(env=_environment())
+    client.execute(env=_environment(), cleanup_kc=True)
     notebook.cells = notebook.cells[1:-1]
     return cleaned(notebook, path.name)
 
