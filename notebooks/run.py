@@ -53,6 +53,8 @@ def execute(path: Path) -> Any:
         notebook,
         km=manager,
         timeout=CELL_SECONDS,
+        startup_timeout=CELL_SECONDS,
+        extra_arguments=["--log-level=ERROR"],  # not that the kernel talks over TCP
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         coalesce_streams=True,
@@ -63,9 +65,11 @@ def execute(path: Path) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Threads that sleep while they wait (see Makefile), and this checkout in front of an installed package."""
+    """Threads that sleep while they wait (see Makefile), this checkout in front of an installed package, and no advice
+    of tqdm to install ipywidgets, without which its bars are text."""
     paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore:IProgress not found"}
+    return quiet | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def cleaned(notebook: Any, name: str) -> Any:
