@@ -347,7 +347,7 @@ class QuantizedKVCache(Cache):
         """Read a cache written by :meth:`save`, for a model of the same configuration.
 
         Raises:
-            ValueError: truncated, foreign or newer file, or one of another model.
+            ValueError: truncated, foreign or newer file, one of another model, or of a format not in ``FORMATS``.
             FileNotFoundError: ``path`` is no file.
         """
         return serialization.load(cls, path, config, device)

@@ -20,7 +20,7 @@ def watch() -> None:
         faults.extend(faults_of(canvas.figure))
         return draw(canvas, *args, **kwargs)
 
-    FigureCanvasBase.print_figure = print_figure
+    FigureCanvasBase.print_figure = print_figure  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def faults_of(figure: Any) -> list[str]:
