@@ -6,9 +6,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 # torch's threads wait by spinning; with anything else running on a small machine each of the hundreds of waits in a decoding
 # step then costs a time slice (measured on 2 cores, one other process: 2 to 4 s per token instead of 0.2). Sleep instead.
-demo test eval-smoke: export OMP_WAIT_POLICY ?= PASSIVE
+demo test notebooks eval-smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint docs bench eval-smoke clean
+.PHONY: demo test lint docs notebooks bench eval-smoke clean
 
 demo: $(VENV)/installed
 	$(BIN)/hf-kvquant demo
@@ -26,6 +26,10 @@ lint: $(VENV)/installed
 SITE := build/docs
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
+
+# Execute every notebook and save it with its outputs.
+notebooks: $(VENV)/installed
+	$(BIN)/python -m notebooks.run
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.decode

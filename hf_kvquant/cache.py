@@ -397,7 +397,8 @@ class QuantizedKVCache(Cache):
             device: where the tensors go.
 
         Raises:
-            ValueError: a file that is truncated, damaged, foreign, of another format version or of another model.
+            ValueError: a file that is truncated, damaged, foreign, of another format version, of another model, or of a
+                number format that is not in ``FORMATS``.
             FileNotFoundError: ``path`` is no file.
         """
         return serialization.load(cls, path, config, device)

@@ -40,7 +40,7 @@ def calibrated_fp8(
 
     Source: 8-bit floats from Micikevicius et al. 2022, arXiv 2209.05433.
     """
-    if format not in FORMATS or FORMATS[format].kind != "table":
+    if format not in FORMATS or FORMATS[format].dtype is None:
         raise invalid("format", format, "choose fp8_e4m3 or fp8_e5m2")
     if not margin >= 1:
         raise invalid("margin", margin, "it must be at least 1")

@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
-from transformers.utils import logging
 
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.attach import attach
 from hf_kvquant.cache import QuantizedKVCache
-from hf_kvquant.models import load_model, smollm2_dir
+from hf_kvquant.models import load_model, quiet, smollm2_dir
 from hf_kvquant.presets import PRESETS
 from hf_kvquant.prompt import DemoError, Prompt, build_prompt, check, data_path
 from hf_kvquant.spec import first_line
@@ -87,7 +85,7 @@ class Row:
 
 def run(settings: DemoSettings) -> tuple[Prompt, list[Row]]:
     """The prompt and one row per scheme, DynamicCache first; a progress bar on stderr while it works."""
-    with _quiet(), tqdm(desc="loading the model", unit="token", disable=None, leave=False) as bar:
+    with quiet(), tqdm(desc="loading the model", unit="token", disable=None, leave=False) as bar:
         model, tokenizer = _load(settings)
         _check_length(model, settings)
         prompt = build_prompt(tokenizer, settings.tokens, settings.seed)
@@ -115,20 +113,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     mark = "right" if row.right else "wrong"
     numbers = (f"{row.nbytes:,}", f"{row.bits_per_element:.2f}", f"{row.ratio:.3f}", f"{row.seconds_per_token:.3f}")
     return (row.scheme, row.answer, mark, *numbers)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' advice about generation settings and its own progress bars; ours is the only one."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _load(settings: DemoSettings) -> tuple[Any, Any]:

@@ -7,16 +7,19 @@ two seconds. It appears there by one rename, so an interrupted conversion leaves
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 """Name of the model that comes from a package."""
@@ -80,6 +83,30 @@ def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str 
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
     return model.eval(), tokenizer
+
+
+def load_here(name_or_path: str | Path | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """As :func:`load_model`, on the best device there is and without a progress bar: an accelerator, in bf16 unless
+    ``dtype`` says otherwise, or else the CPU, in fp32."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with quiet():
+        model, tokenizer = load_model(name_or_path, dtype or default)
+    return model.to(device), tokenizer
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' advice about generation settings and its own progress bars."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _gguf_folder() -> Path:
