@@ -34,6 +34,9 @@ class NumberFormat:
         step: distance of neighbouring unit values (affine).
         midrise: levels at odd multiples of half a step.
 
+    Raises:
+        ValueError: a table without a float behind it whose ``levels`` are not 2^bits increasing numbers.
+
     Source: integers as in KIVI (Liu et al. 2024, arXiv 2402.02750); 8-bit floats from Micikevicius et al.
     2022, arXiv 2209.05433, table 1; mid-rise steps from Max 1960, "Quantizing for minimum distortion", table II.
     """

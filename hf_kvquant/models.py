@@ -86,8 +86,12 @@ def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str 
 
 
 def load_here(name_or_path: str | Path | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """As :func:`load_model`, on the best device there is and without a progress bar: an accelerator, in bf16 unless
-    ``dtype`` says otherwise, or else the CPU, in fp32."""
+    """Model and tokenizer of ``name_or_path`` as ``load_model`` gives them, on the best device there is and without a
+    progress bar: an accelerator, in bf16 unless ``dtype`` says otherwise, or else the CPU, in fp32.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+    """
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     with quiet():

@@ -10,7 +10,7 @@ from tests.messages import ROOT, SOURCES, Message, messages
 MESSAGES = messages()
 # What a user may do next, or what is allowed. Every word serves some message, or it goes.
 NEXT = re.compile(
-    r"\b(choose|pass|give|name|use|run|write|call|reset|save|create|install|leave|build|tokenize|load|mend|say|ask"
+    r"\b(add|choose|pass|give|name|use|run|write|call|reset|save|create|install|leave|build|tokenize|load|mend|say|ask"
     r"|shorten|report|prefill|calibrate|layers may hold|close|known fields are|must|needs?|at least|at most|expected"
     r"|neither|has layers)\b"
 )
