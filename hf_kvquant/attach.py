@@ -102,16 +102,17 @@ class _CaptureHook:
             self.last = weakref.ref(cache)
 
     def _warn_if_dropped(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """phi3 and phimoe recompute the whole sequence with a new cache when it crosses the longrope boundary."""
+        """phi3 and phimoe recompute the whole sequence with a new cache when it crosses the longrope boundary; older
+        releases of transformers drop the cache as well, but go on with the newest token alone."""
         cache = None if self.last is None else self.last()
         if cache is None:
             return
-        tokens = arguments["hidden_states"].shape[1]
-        if tokens == _longrope_boundary(module) + 1 and cache.get_seq_length() == tokens - 1:
+        boundary = _longrope_boundary(module)
+        if arguments["hidden_states"].shape[1] in (1, boundary + 1) and cache.get_seq_length() == boundary:
             self.last = None
             warnings.warn(
                 f"{type(module).__name__}: the model dropped the QuantizedKVCache at its longrope boundary of "
-                f"{tokens - 1} tokens and goes on with a full-precision cache; pass longer prompts, or a lower "
+                f"{boundary} tokens and goes on with a full-precision cache; pass longer prompts, or a lower "
                 "max_new_tokens, to stay on one side of it",
                 stacklevel=2,
             )
@@ -124,9 +125,10 @@ def _longrope_boundary(module: torch.nn.Module) -> int:
 
 
 def _reason_without_tables(module: torch.nn.Module) -> str:
-    """By the names of submodules (moshi, recurrent_gemma) and of methods (roformer)."""
+    """By the names of submodules (moshi, recurrent_gemma) and of methods (roformer), or the size of what is rotated
+    (GPT-J and CodeGen before transformers 5.24)."""
     names = (name for each in module.modules() for name in (type(each).__name__, *dir(type(each))))
-    inside = any("rotary" in name.lower() for name in names)
+    inside = hasattr(module, "rotary_dim") or any("rotary" in name.lower() for name in names)
     return "rotates inside the attention module, out of sight" if inside else NO_ROPE
 
 
