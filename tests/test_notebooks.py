@@ -84,6 +84,12 @@ def test_the_first_cell_says_what_it_is_about(path: Path) -> None:
     assert first.source.startswith("# ")
 
 
+def test_links_lead_somewhere(path: Path) -> None:
+    prose = "".join(cell.source for cell in committed(path).cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose)
+    assert not [link for link in links if not (FOLDER / link).exists()]
+
+
 def test_the_index_names_every_notebook() -> None:
     named = re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert named == [path.name for path in NOTEBOOKS]
