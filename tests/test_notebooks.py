@@ -18,7 +18,7 @@ from notebooks.run import COMPILING, FOLDER, NOTEBOOKS, NotebookError, cleaned, 
 from tests.test_demo import HAS_SMOLLM2
 
 LARGEST = 400_000  # bytes of a notebook
-MACHINE_PATH = re.compile(r"(?:/(?:root|home|tmp|work|usr|opt|var|Users)/|[A-Z]:\\)\S*")
+MACHINE_PATH = re.compile(r"(?<![\w./])/[\w.-]+/[\w./-]+|\b[A-Z]:\\\S+")
 
 
 def committed(path: Path) -> Any:
