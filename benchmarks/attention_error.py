@@ -20,13 +20,15 @@ import torch
 
 from benchmarks.quality import kl
 from benchmarks.replay import Queries, Update, capture_queries, read_back, record, replay
+from benchmarks.samples import SINKS
 from hf_kvquant import KVQuantConfig, QuantizedKVCache
 from hf_kvquant._compat import is_full_attention, native_layers
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import storage_nbytes, tensors_in
 from hf_kvquant.prompt import data_path
 
-SHORTEST = 4 + 128 + 64  # sinks, statistics, a block
+BLOCK = 64
+SHORTEST = SINKS + 128 + BLOCK  # statistics and a block more
 CHARACTERS_PER_TOKEN = 8  # more than any tokenizer makes of English
 
 
@@ -67,19 +69,27 @@ class Stored:
     value_bits: float
 
 
+def room(model: Any, tokens: int) -> int:
+    """``tokens``, or the positions of the model where it has fewer."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(tokens, positions or tokens)
+
+
 def passage(model: Any, tokenizer: Any, tokens: int) -> torch.Tensor:
-    """The first ``tokens`` ids of Persuasion ``[1, T]``; fewer where the model has fewer positions.
+    """The first ``tokens`` ids of Persuasion ``[1, T]``; where the model has fewer positions, whole blocks behind the
+    sinks.
 
     Raises:
         ValueError: the model has too few positions for any format with statistics.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
-    if min(tokens, limit) < SHORTEST:
-        raise ValueError(f"tokens={tokens}: the model has {limit} positions, and at least {SHORTEST} are needed")
+    count = room(model, tokens)
+    if count < SHORTEST:
+        raise ValueError(f"tokens={tokens}: the model takes {count} of them, and at least {SHORTEST} are needed")
+    if count < tokens:
+        count -= (count - SINKS) % BLOCK
     text = gzip.decompress(data_path("persuasion.txt.gz").read_bytes()).decode("utf-8")
-    start = text[: CHARACTERS_PER_TOKEN * tokens]
-    ids = tokenizer(start, add_special_tokens=False, verbose=False).input_ids[: min(tokens, limit)]
-    return torch.tensor([ids], device=model.device)
+    ids = tokenizer(text[: CHARACTERS_PER_TOKEN * tokens], add_special_tokens=False, verbose=False).input_ids
+    return torch.tensor([ids[:count]], device=model.device)
 
 
 @torch.inference_mode()

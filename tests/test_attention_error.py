@@ -93,8 +93,9 @@ def test_bits_count_codes_scales_and_zero_points() -> None:
 
 def test_a_passage_is_cut_to_the_model_and_refused_below_a_block() -> None:
     model, tokenizer = evaluation.model(positions=250), evaluation.tokenizer()
-    assert passage(model, tokenizer, 1000).shape == (1, 250)
-    assert torch.equal(passage(model, tokenizer, 200), passage(model, tokenizer, 1000)[:, :200])
+    assert passage(model, tokenizer, 1000).shape == (1, 4 + 192)  # whole blocks
+    assert passage(model, tokenizer, 210).shape == (1, 210)
+    assert torch.equal(passage(model, tokenizer, 210)[:, :196], passage(model, tokenizer, 1000))
     short = SimpleNamespace(config=evaluation.model(positions=SHORTEST - 1).config, device="cpu")
-    with pytest.raises(ValueError, match=f"tokens=1000: the model has {SHORTEST - 1} positions, and at least"):
+    with pytest.raises(ValueError, match=f"tokens=1000: the model takes {SHORTEST - 1} of them, and at least"):
         passage(short, tokenizer, 1000)
