@@ -18,7 +18,7 @@ from notebooks.run import COMPILING, FOLDER, NOTEBOOKS, NotebookError, cleaned, 
 from tests.test_demo import HAS_SMOLLM2
 
 LARGEST = 400_000  # bytes of a notebook
-MACHINE_PATH = re.compile(r"(?:/(?:root|home|tmp|work|usr|opt|var|Users)/|[A-Z]:\\)\S*")
+MACHINE_PATH = re.compile(r"(?<![\w./])/[\w.-]+/[\w./-]+|\b[A-Z]:\\\S+")
 
 
 def committed(path: Path) -> Any:
@@ -82,6 +82,12 @@ def test_the_first_cell_says_what_it_is_about(path: Path) -> None:
     first = committed(path).cells[0]
     assert first.cell_type == "markdown"
     assert first.source.startswith("# ")
+
+
+def test_links_lead_somewhere(path: Path) -> None:
+    prose = "".join(cell.source for cell in committed(path).cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose)
+    assert not [link for link in links if not (FOLDER / link).exists()]
 
 
 def test_the_index_names_every_notebook() -> None:
