@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import QuantizedLayer as GroupwiseLayer
 from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_available
 
+from hf_kvquant import _compat
 from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.memory import storage_nbytes, tensors_in
@@ -114,6 +115,8 @@ def _incumbent(name: str, residual_length: int | None) -> Scheme:
     if key not in _INCUMBENTS:
         raise EvalError(f"kv_cache={name}: unknown; after {TRANSFORMERS} choose from {', '.join(_INCUMBENTS)}")
     backend, options = _INCUMBENTS[key]
+    if backend == "fp8" and not _compat.has_fp8_cache():
+        raise EvalError(f"kv_cache={name}: this transformers has no fp8 cache; it came with 5.21")
     package, is_installed = _PACKAGES.get(backend, ("transformers", lambda: True))
     if not is_installed():
         raise EvalError(f"kv_cache={name}: a package is missing: pip install {package}")

@@ -70,10 +70,10 @@ def _attach_without_a_compiler(patch: Patch) -> None:
     attach(tiny.load("llama")).detach()
 
 
-CAUSES: dict[str, Callable[[Patch], None]] = {
+CAUSES: dict[str, Callable[[Patch], Any]] = {
     "the model is not attached": lambda _: _generate("llama", "cm3"),
     "choose one of none, fp8, int8": lambda _: _generate("llama", "int4"),
-    "pass model.config": lambda _: QuantizedKVCache(tiny.load("llama")) and None,
+    "pass model.config": lambda _: QuantizedKVCache(tiny.load("llama")),
     "that layer is kept as transformers'": lambda _: _override("gemma2", 0),
     "the model has layers 0 to": lambda _: _override("llama", 99),
     "the cache already holds": _late_padding,
