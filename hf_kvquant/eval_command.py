@@ -20,7 +20,14 @@ from hf_kvquant.models import SMOLLM2, MissingPackageError
 from hf_kvquant.schemes import EvalError
 
 # What lm-eval says of a request that it cannot run, where it raises instead of exiting.
-_REFUSALS = ("Tasks not found", "Need to specify task", "Specify --output_path", "If --samples", "No tasks specified")
+_REFUSALS = (
+    "Attempted to load model",
+    "Tasks not found",
+    "Need to specify task",
+    "Specify --output_path",
+    "If --samples",
+    "No tasks specified",
+)
 
 
 def tasks_path() -> Path:
@@ -71,18 +78,46 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _fill_in(parsed: argparse.Namespace) -> None:
+    given = _given(parsed)
     if hasattr(parsed, "include_path"):
-        own = [] if parsed.include_path is None else [parsed.include_path]
+        own = given.get("include_path") or []
+        own = [own] if isinstance(own, str | Path) else own
+        if missing := [path for path in own if not Path(path).is_dir()]:
+            raise EvalError(f"--include_path {missing[0]}: no such folder")
         parsed.include_path = [str(tasks_path()), *own]
     if parsed.command != "run":
         return
-    if parsed.cache_requests:
+    if given.get("cache_requests"):
         raise EvalError(
             "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
         )
-    settings: dict[str, Any] = {"chat_template": bool(getattr(parsed, "apply_chat_template", False))}
-    parsed.metadata = settings | (parsed.metadata or {})
-    if parsed.model is None and parsed.config is None:
-        parsed.model = MODEL_TYPE
+    if (limit := given.get("limit")) is not None and limit <= 0:
+        raise EvalError(f"--limit {limit:g}: it must be above 0")
+    settings: dict[str, Any] = {"chat_template": bool(given.get("apply_chat_template"))}
+    parsed.metadata = settings | _mapping(given.get("metadata"))
+    parsed.model = given.get("model") or MODEL_TYPE
     if parsed.model == MODEL_TYPE:
-        parsed.model_args = {"pretrained": SMOLLM2} | (parsed.model_args or {})
+        arguments = _mapping(given.get("model_args"))
+        for name in ("device", "batch_size", "max_batch_size"):
+            if name in arguments:
+                raise EvalError(f"model_args: {name} is an option of its own, --{name} {arguments[name]}")
+        parsed.model_args = {"pretrained": SMOLLM2} | arguments
+
+
+def _given(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says, and what it leaves to the file of ``--config``, as lm-eval joins the two."""
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    file = getattr(parsed, "config", None)
+    try:
+        written = EvaluatorConfig.load_yaml_config(file) if file else {}
+    except (OSError, TypeError, ValueError) as error:
+        raise EvalError(f"--config {file}: {str(error).splitlines()[0]}") from error
+    return written | {name: value for name, value in vars(parsed).items() if value or value == 0}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Arguments of ``--config`` may be one string, "a=1,b=2"."""
+    from lm_eval.utils import simple_parse_args_string
+
+    return simple_parse_args_string(value) if isinstance(value, str) else dict(value or {})

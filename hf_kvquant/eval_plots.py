@@ -6,7 +6,7 @@ Decision: no pyplot, whose global state and choice of backend a library does not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from hf_kvquant.eval_results import Estimate, Run, baseline, cells, estimate, paired
+from hf_kvquant.eval_results import Estimate, Run, cells, compared, estimate, paired
 
 DPI = 110
 COLUMNS = 5  # heat maps in a row
@@ -24,14 +24,13 @@ COLUMNS = 5  # heat maps in a row
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     """The pictures that the runs allow, in ``folder``."""
     with_answers = [run for run in runs if run.tasks(retrieval=True)]
-    reference = baseline(runs)
     written: list[Path] = []
     if with_answers:
         written.append(draw_heat_maps(with_answers, folder / "depth_length.png"))
-        written.append(draw_bits(with_answers, reference, folder / "bits.png"))
-    both = [run for run in with_answers if run.tasks(retrieval=False) and run is not reference]
-    if reference is not None and both:
-        written.append(draw_perplexity(both, reference, folder / "perplexity.png"))
+        written.append(draw_bits(with_answers, folder / "bits.png"))
+    pairs = compared([run for run in with_answers if run.tasks(retrieval=False)])
+    if pairs:
+        written.append(draw_perplexity(pairs, folder / "perplexity.png"))
     return written
 
 
@@ -66,7 +65,7 @@ def _heat_map(axes: Axes, run: Run, lengths: Sequence[int], depths: Sequence[flo
     image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize="small")
     axes.set_yticks(range(len(depths)), [f"{depth:.3g}" for depth in depths], fontsize="small")
-    axes.set_title(f"{run.scheme.removeprefix('transformers:')}, {run.true_bits:.1f} bits", fontsize="small")
+    axes.set_title(f"{run.label.removeprefix('transformers:')}, {run.true_bits:.1f} bits", fontsize="small")
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             if not math.isnan(value):
@@ -75,29 +74,29 @@ def _heat_map(axes: Axes, run: Run, lengths: Sequence[int], depths: Sequence[flo
     return image
 
 
-def draw_bits(runs: Sequence[Run], reference: Run | None, path: Path) -> Path:
+def draw_bits(runs: Sequence[Run], path: Path) -> Path:
     """Answer nll (its paired difference to full precision where there is one) and recall, against true bits."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    compared = [run for run in runs if run is not reference]
-    if reference is not None and compared:
-        _against_bits(left, compared, lambda run: paired(run, reference, run.tasks(True), "answer_nll"))
+    pairs = compared(runs)
+    if pairs:
+        _against_bits(left, [(run, paired(run, reference, run.tasks(True), "answer_nll")) for run, reference in pairs])
         left.set(ylabel="answer nll above full precision, nats per token")
         left.set_yscale("symlog", linthresh=0.01)
     else:
-        _against_bits(left, runs, lambda run: estimate(run, run.tasks(True), "answer_nll"))
+        _against_bits(left, [(run, estimate(run, run.tasks(True), "answer_nll")) for run in runs])
         left.set(ylabel="answer nll, nats per token")
-    _against_bits(right, compared or runs, lambda run: estimate(run, run.tasks(True), "recall"))
+    shown = [run for run, _ in pairs] or runs
+    _against_bits(right, [(run, estimate(run, run.tasks(True), "recall")) for run in shown])
     right.set(ylabel="recall")
-    if reference is not None:
-        right.axhline(estimate(reference, reference.tasks(True), "recall").mean, color="gray", linestyle=":")
+    for height in {estimate(reference, reference.tasks(True), "recall").mean for _, reference in pairs}:
+        right.axhline(height, color="gray", linestyle=":")
     figure.savefig(path, dpi=DPI)
     return path
 
 
-def _against_bits(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], Estimate | None]) -> None:
-    for run in runs:
-        value = measure(run)
+def _against_bits(axes: Axes, measured: Sequence[tuple[Run, Estimate | None]]) -> None:
+    for run, value in measured:
         if value is not None:
             _point(axes, run, (run.true_bits, None), (value.mean, value.error))
     axes.set_xlabel("true bits per element")
@@ -105,11 +104,11 @@ def _against_bits(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], Esti
     axes.margins(0.15)
 
 
-def draw_perplexity(runs: Sequence[Run], reference: Run, path: Path) -> Path:
+def draw_perplexity(pairs: Sequence[tuple[Run, Run]], path: Path) -> Path:
     """What is lost in recall against what is lost in perplexity, both paired to full precision."""
     figure = Figure(figsize=(6.5, 5), layout="constrained")
     axes = figure.subplots()
-    for run in runs:
+    for run, reference in pairs:
         text = paired(run, reference, run.tasks(False), "nll")
         found = paired(run, reference, run.tasks(True), "recall")
         if text is not None and found is not None:
@@ -134,7 +133,7 @@ def _percent(nll: Estimate) -> tuple[float, float | None]:
 def _point(axes: Axes, run: Run, x: tuple[float, float | None], y: tuple[float, float | None]) -> None:
     axes.errorbar(x[0], y[0], xerr=x[1], yerr=y[1], fmt="o", capsize=3)
     axes.annotate(
-        run.scheme.removeprefix("transformers:"),
+        run.label.removeprefix("transformers:"),
         (x[0], y[0]),
         textcoords="offset points",
         xytext=(5, 5),

@@ -24,6 +24,7 @@ from hf_kvquant.eval_results import (
     to_json,
 )
 from hf_kvquant.models import MissingPackageError
+from hf_kvquant.schemes import EvalError
 
 LEGEND = """\
 Bits per key or value element of the longest cache, in the dtype of the run: *true* without window, sinks and unused
@@ -43,7 +44,10 @@ def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
     from hf_kvquant.eval_plots import draw
 
     runs = load(paths)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvalError(f"--output {folder}: not a folder that can be written ({error.strerror})") from error
     pictures = draw(runs, folder)
     data, text = folder / REPORT, folder / "report.md"
     data.write_text(to_json(runs, command))
@@ -55,23 +59,26 @@ def markdown(runs: Sequence[Run], command: str, pictures: Sequence[str]) -> str:
     """The report of ``runs`` as Markdown: ``command``, settings, a table per task, recall by length and depth, and the
     files in ``pictures``."""
     lines = ["# Evaluation", "", f"`{command}`", "", *_settings_lines(runs), "", LEGEND, ""]
-    reference = baseline(runs)
+    if others := sorted({task for run in runs for task, rows in run.samples.items() if not rows}):
+        lines += [f"Not compared, metrics of other kinds: {', '.join(others)} (see lm-eval's own table).", ""]
     for task in _all_tasks(runs, retrieval=True):
-        lines += [f"## {task}", "", *retrieval_table(runs, reference, task), ""]
+        lines += [f"## {task}", "", *retrieval_table(runs, task), ""]
         lines += ["Recall by length and depth:", "", *cell_table(runs, task), ""]
     for task in _all_tasks(runs, retrieval=False):
-        lines += [f"## {task}", "", *text_table(runs, reference, task), ""]
+        lines += [f"## {task}", "", *text_table(runs, task), ""]
     lines += [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n".join(lines) + "\n"
 
 
 def _settings_lines(runs: Sequence[Run]) -> list[str]:
     """What all runs share in one line, and what sets single ones apart."""
-    shared = {name: value for name, value in runs[0].settings.items() if all(r.settings[name] == value for r in runs)}
+    shared = {
+        name: value for name, value in runs[0].settings.items() if all(r.settings.get(name) == value for r in runs)
+    }
     lines = ["All: " + ", ".join(f"{name} {value}" for name, value in shared.items()) + "."]
     apart = [name for name in runs[0].settings if name not in shared]
     for run in runs if apart else ():
-        lines.append(f"- `{run.scheme}`: " + ", ".join(f"{name} {run.settings[name]}" for name in apart))
+        lines.append(f"- `{run.label}`: " + ", ".join(f"{name} {run.settings.get(name)}" for name in apart))
     return lines
 
 
@@ -91,20 +98,24 @@ def _with_error(value: Estimate | None, digits: int = 3) -> str:
 
 
 def _head_cells(run: Run) -> list[str]:
-    return [f"`{run.scheme}`", f"{run.true_bits:.2f}", f"{run.held['bits_per_element']:.2f}"]
+    return [f"`{run.label}`", f"{run.true_bits:.2f}", f"{run.held['bits_per_element']:.2f}"]
 
 
-def retrieval_table(runs: Sequence[Run], reference: Run | None, task: str) -> list[str]:
-    """Rows of a table of one ``task`` with answers: the four metrics of ``runs``, and paired differences of two to
-    ``reference``."""
+def _difference(run: Run, runs: Sequence[Run], task: str, metric: str) -> Estimate | None:
+    reference = baseline(run, runs)
+    return None if reference is None or reference is run else paired(run, reference, [task], metric)
+
+
+def retrieval_table(runs: Sequence[Run], task: str) -> list[str]:
+    """Rows of a table of one ``task`` with answers: the four metrics of ``runs``, and paired differences of two."""
     head = ["cache", "true bits", "all bits", "documents", *(name.replace("_", " ") for name in RETRIEVAL)]
     head += ["answer nll, difference", "recall, difference"]
     rows = []
-    for run in (run for run in runs if task in run.samples):
+    for run in (run for run in runs if run.samples.get(task)):
         means = [estimate(run, [task], name) for name in RETRIEVAL]
         row = [*_head_cells(run), str(means[0].count), *(f"{mean.mean:.3f}" for mean in means)]
         for name in ("answer_nll", "recall"):
-            row.append(_with_error(None if reference in (None, run) else paired(run, reference, [task], name)))
+            row.append(_with_error(_difference(run, runs, task, name)))
         rows.append(row)
     return _table(head, rows)
 
@@ -113,16 +124,16 @@ def cell_table(runs: Sequence[Run], task: str) -> list[str]:
     """Rows of a table of recall in ``task`` by length and depth, one of each of ``runs``."""
     every = list(dict.fromkeys(cell for run in runs for cell in cells(run, [task])))
     rows = []
-    for run in (run for run in runs if task in run.samples):
+    for run in (run for run in runs if run.samples.get(task)):
         found = cells(run, [task])
         row = [Estimate.of(each["recall"] for each in found[cell]).mean if cell in found else None for cell in every]
-        rows.append([f"`{run.scheme}`", *("-" if value is None else f"{value:.2f}" for value in row)])
+        rows.append([f"`{run.label}`", *("-" if value is None else f"{value:.2f}" for value in row)])
     return _table(["cache", *(f"{length:,} at {depth:.3g}" for length, depth in every)], rows)
 
 
-def text_table(runs: Sequence[Run], reference: Run | None, task: str) -> list[str]:
+def text_table(runs: Sequence[Run], task: str) -> list[str]:
     """Rows of a table of one ``task`` of running text: perplexity and bits per byte of ``runs``, and the paired
-    difference of nll to ``reference``, in nats per token and as percent of perplexity."""
+    difference of nll, also as percent of perplexity."""
     head = [
         "cache",
         "true bits",
@@ -134,9 +145,9 @@ def text_table(runs: Sequence[Run], reference: Run | None, task: str) -> list[st
         "perplexity",
     ]
     rows = []
-    for run in (run for run in runs if task in run.samples):
+    for run in (run for run in runs if run.samples.get(task)):
         nll, bits = estimate(run, [task], "nll"), estimate(run, [task], "bits_per_byte")
-        difference = None if reference in (None, run) else paired(run, reference, [task], "nll")
+        difference = _difference(run, runs, task, "nll")
         change = "-" if difference is None else f"{100 * (exp(difference.mean) - 1):+.2f}%"
         row = [str(nll.count), f"{exp(nll.mean):.2f}", f"{bits.mean:.4f}", _with_error(difference, 4), change]
         rows.append([*_head_cells(run), *row])

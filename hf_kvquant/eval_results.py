@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -23,6 +23,7 @@ RETRIEVAL = ("exact_match", "recall", "token_accuracy", "answer_nll")
 TEXT = ("nll", "bits_per_byte")
 PLACE = ("length", "depth", "index")
 DOCUMENT = "document"  # start of lm-eval's hash: pairs are of equal documents, whatever grid or seed drew them
+SAME = ("model", "dtype", "chat_template")  # settings that a run shares with what it is compared with
 REPORT = "report.json"
 
 Row = dict[str, Any]
@@ -36,13 +37,16 @@ class Run:
         scheme: its name, without folder and suffix where it came from a file.
         settings: what else its results depend on.
         held: the longest cache of the run: tokens, bytes, bits per element.
-        samples: by task, one row per document: where it stands in the grid and what it scored.
+        samples: by task, one row per document: where it stands in the grid and what it scored; none of tasks whose
+            metrics are not compared.
+        label: the scheme, with the settings that tell it from other runs of the same.
     """
 
     scheme: str
     settings: dict[str, Any]
     held: dict[str, Any]
     samples: dict[str, list[Row]] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def key(self) -> str:
@@ -56,7 +60,7 @@ class Run:
 
     def tasks(self, retrieval: bool) -> list[str]:
         """Tasks of one sort: with ``retrieval`` those with answers to find, else those of running text."""
-        return [task for task, rows in self.samples.items() if ("answer_nll" in rows[0]) == retrieval]
+        return [task for task, rows in self.samples.items() if rows and ("answer_nll" in rows[0]) == retrieval]
 
 
 @dataclass(frozen=True)
@@ -96,17 +100,22 @@ def load(paths: Sequence[Path]) -> list[Run]:
     for run in runs.values():
         run.samples = {task: sorted(rows, key=_place) for task, rows in sorted(run.samples.items())}
     found = sorted(runs.values(), key=lambda run: (run.scheme != FULL_PRECISION, -run.true_bits, run.scheme))
+    if not any(rows for run in found for rows in run.samples.values()):
+        raise EvalError(
+            f"{', '.join(map(str, paths))}: no results of kvq_longctx or kvq_perplexity, which are compared"
+        )
     _tell_apart(found)
     return found
 
 
 def _tell_apart(runs: Sequence[Run]) -> None:
-    """Runs of one scheme under different settings get those into their names."""
+    """Runs of one scheme under different settings get those into their labels."""
     for scheme in {run.scheme for run in runs}:
         same = [run for run in runs if run.scheme == scheme]
-        differing = [name for name in same[0].settings if len({str(run.settings[name]) for run in same}) > 1]
-        for run in same if differing else ():
-            run.scheme += f" ({', '.join(f'{name} {run.settings[name]}' for name in differing)})"
+        differing = [name for name in same[0].settings if len({str(run.settings.get(name)) for run in same}) > 1]
+        for run in same:
+            named = ", ".join(f"{name} {run.settings.get(name)}" for name in differing)
+            run.label = f"{scheme} ({named})" if named else scheme
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -119,30 +128,42 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _read(file: Path) -> Iterator[Run]:
+def _read(file: Path) -> list[Run]:
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise EvalError(f"{file}: not readable as JSON ({first_line(error)}); leave it out, or run it again") from error
-    if isinstance(data, dict) and "runs" in data:
-        for each in data["runs"]:
-            yield Run(**{**each, "samples": {task: _rows(table) for task, table in each["samples"].items()}})
-    elif isinstance(data, dict) and "kv_cache" in data.get("config", {}):
-        yield _of_results(file, data)
-    else:
-        raise EvalError(f"{file}: not a result of the model type hf-kvquant, nor a report of it; leave it out")
+    try:
+        if "runs" not in data:
+            return [_of_results(file, data)]
+        return [
+            Run(**{**each, "samples": {task: _rows(table) for task, table in each["samples"].items()}})
+            for each in data["runs"]
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise EvalError(
+            f"{file}: not a result of the model type hf-kvquant, nor a report of it; leave it out"
+        ) from error
 
 
 def to_json(runs: Sequence[Run], command: str) -> str:
     """``runs`` and the ``command`` that shows them as the text of a report, which ``load`` reads again: samples as
     tables, one document a line."""
-    tables = [vars(run) | {"samples": {task: _table(rows) for task, rows in run.samples.items()}} for run in runs]
+    tables = [
+        {
+            "scheme": run.scheme,
+            "settings": run.settings,
+            "held": run.held,
+            "samples": {task: _table(rows) for task, rows in run.samples.items()},
+        }
+        for run in runs
+    ]
     text = json.dumps({"command": command, "runs": tables}, indent=1)
     return re.sub(r"\[[^\[\]{}]*\]", lambda innermost: " ".join(innermost[0].split()), text) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    return {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+    return {"columns": list(rows[0]) if rows else [], "rows": [list(row.values()) for row in rows]}
 
 
 def _rows(table: dict[str, list[Any]]) -> list[Row]:
@@ -163,6 +184,10 @@ def _of_results(file: Path, data: dict[str, Any]) -> Run:
         "transformers": data.get("transformers_version"),
     }
     names = ("tokens", "cache_nbytes", "bits_per_element", "true_bits_per_element", "block_bits_per_element")
+    if config["kv_tokens"] == 0:
+        raise EvalError(
+            f"{file}: nothing was read in that run, its answers came from --use_cache; report the first run"
+        )
     held = {name: config[f"kv_{name}"] for name in names}
     run = Run(Path(config["kv_cache"]).stem, settings, held)
     stamp = file.stem.removeprefix("results_")
@@ -170,7 +195,8 @@ def _of_results(file: Path, data: dict[str, Any]) -> Run:
         logged = file.with_name(f"samples_{task}_{stamp}.jsonl")
         if not logged.exists():
             raise EvalError(f"{file}: no samples of {task} beside it; run with --log_samples")
-        run.samples[task] = [_row(json.loads(line)) for line in logged.read_text().splitlines()]
+        rows = [_row(json.loads(line)) for line in logged.read_text().splitlines()]
+        run.samples[task] = [row for row in rows if row.keys() >= {*RETRIEVAL} or row.keys() >= {*TEXT}]
     return run
 
 
@@ -200,9 +226,25 @@ def _join(whole: Run, part: Run) -> None:
 # ---------------------------------------------------------------- comparison
 
 
-def baseline(runs: Sequence[Run]) -> Run | None:
-    """The one of ``runs`` in full precision that others are compared with, the first if there are several."""
-    return next((run for run in runs if run.scheme.split(" (")[0] == FULL_PRECISION), None)
+def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
+    """The run in full precision that ``run`` is compared with: of the same model, dtype and chat template, and as much
+    like it otherwise as there is; None where there is none, itself where it is one."""
+
+    def alike(other: Run) -> int:
+        return sum(other.settings.get(name) == value for name, value in run.settings.items())
+
+    def fits(other: Run) -> bool:
+        return other.scheme == FULL_PRECISION and all(
+            other.settings.get(name) == run.settings.get(name) for name in SAME
+        )
+
+    return max(filter(fits, runs), key=alike, default=None)
+
+
+def compared(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Every run that has another for a baseline, and that."""
+    pairs = ((run, baseline(run, runs)) for run in runs)
+    return [(run, reference) for run, reference in pairs if reference is not None and reference is not run]
 
 
 def estimate(run: Run, tasks: Iterable[str], metric: str, keep: Callable[[Row], bool] = lambda row: True) -> Estimate:

@@ -25,11 +25,16 @@ from hf_kvquant.attention.backends import choose
 from hf_kvquant.models import SMOLLM2, source_of
 from hf_kvquant.presets import ATTACHED_DEFAULT
 from hf_kvquant.reading import TWO_PHASE, Reader, ReadingPlan
-from hf_kvquant.schemes import EvalError, Scheme, as_json, bits_held, cache_nbytes, elements_per_token, find_scheme
+from hf_kvquant.schemes import EvalError, Scheme, as_json, bits_held, cache_nbytes, elements_held, find_scheme
 from hf_kvquant.spec import first_line
 
 OWNER = "hf-kvquant: what these responses depend on"  # key in a response cache, beside lm-eval's hashes
+HELD = "hf-kvquant: the longest cache of these responses"
+ELSEWHERE = {"device", "batch_size", "max_batch_size"}  # options that change where and when, not what is answered
+DTYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
 MIB = 2**20
+# Of generate: they would take the place of the cache that is evaluated.
+OWN_CACHE = {"cache_implementation", "cache_config", "past_key_values", "cache", "use_cache"}
 HFLM: Any = huggingface.HFLM  # lm-eval's decorator hides the class from type checkers
 
 
@@ -76,9 +81,16 @@ class KVQuantLM(HFLM):
                 f"batch_size={options['batch_size']}: requests are read one by one, so that no padding enters a cache; "
                 "leave it at 1, and use accelerate launch for more processes"
             )
+        _check_options(options)
+        self.options = {name: _plain(value) for name, value in options.items() if name not in ELSEWHERE}
         self._load(pretrained, options)
+        named = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
         if self.backend != "causal":
-            raise EvalError(f"pretrained={pretrained}: it is no causal language model; name one")
+            raise EvalError(f"pretrained={named}: it is no causal language model; name one")
+        try:
+            self.scheme.build(self.model.config)
+        except ValueError as error:
+            raise EvalError(f"kv_cache={self.scheme.name}: not for pretrained={named} ({first_line(error)})") from error
         choice = attach_model(self.model).backend if self.attached else choose("auto", self.device)
         self.decode_attention = choice.name if self.scheme.config is not None else "full"
         self.reader = Reader(
@@ -89,6 +101,7 @@ class KVQuantLM(HFLM):
             self.softmax_dtype or torch.float32,
         )
         self.held: dict[str, Any] = {"kv_tokens": 0}
+        self.responses: Any = None
 
     def _load(self, pretrained: Any, options: dict[str, Any]) -> None:
         """HFLM's own loading; what cannot be loaded is one line."""
@@ -148,6 +161,8 @@ class KVQuantLM(HFLM):
         for name in ("num_beams", "num_return_sequences"):
             if (value := generation_kwargs.get(name, 1)) != 1:
                 raise EvalError(f"{name}={value}: a request is one sequence; leave it at 1")
+        if own := OWN_CACHE & {*generation_kwargs}:
+            raise EvalError(f"{', '.join(sorted(own))}: the cache is the one that kv_cache names; leave it out")
         with self._autocast():
             cache = self.reader.ready(context[0].tolist())
         generation_kwargs[cache_argument(self.model.forward)] = cache
@@ -166,7 +181,7 @@ class KVQuantLM(HFLM):
         tokens = int(cache.get_seq_length())
         if tokens <= self.held["kv_tokens"]:
             return
-        bits = bits_held(cache, tokens * elements_per_token(self.model.config))
+        bits = bits_held(cache, elements_held(cache, self.model))
         self.held = {
             "kv_tokens": tokens,
             "kv_cache_nbytes": cache_nbytes(cache),
@@ -174,6 +189,8 @@ class KVQuantLM(HFLM):
             "kv_true_bits_per_element": bits["true"],
             "kv_block_bits_per_element": bits["blocks"],
         }
+        if self.responses is not None:
+            self.responses[HELD] = self.held
 
     def identity(self) -> dict[str, Any]:
         """Everything that an answer depends on, beside the request."""
@@ -185,6 +202,7 @@ class KVQuantLM(HFLM):
             "attached": self.attached,
             "decode_attention": self.decode_attention,
             "plan": vars(self.plan),
+            "options": self.options,
         }
 
     def get_model_info(self) -> dict[str, Any]:
@@ -206,13 +224,16 @@ class KVQuantLM(HFLM):
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take the response cache of ``cache_hook``, unless it holds answers of another scheme.
+        """Take the response cache of ``cache_hook``, with what was measured of its answers, unless it holds those of
+        another scheme.
 
         Raises:
             EvalError: the file is another scheme's, or not marked as anyone's.
         """
         if cache_hook.dbdict is not None:
             self._claim(cache_hook.dbdict)
+            self.responses = cache_hook.dbdict
+            self.held = self.responses.get(HELD, self.held)
         super().set_cache_hook(cache_hook)
 
     def _claim(self, responses: Any) -> None:
@@ -222,6 +243,22 @@ class KVQuantLM(HFLM):
         elif owner != own:
             whose = "an unknown model" if owner is None else "another scheme, model or chunking"
             raise EvalError(f"use_cache: the file {responses.filename} holds responses of {whose}; name a new file")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """What HFLM would only stumble over."""
+    length = options.get("max_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise EvalError(f"max_length={length}: it must be an integer of at least 1")
+    for name in DTYPES:
+        value = options.get(name)
+        if isinstance(value, str) and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
+            raise EvalError(f"{name}={value}: torch has no such dtype")
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON; of an object, such as a tokenizer, its class."""
+    return value if value is None or isinstance(value, str | int | float | dict | list) else type(value).__name__
 
 
 def _wants_attach(attach: bool | str, scheme: Scheme) -> bool:

@@ -18,7 +18,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
@@ -100,7 +100,7 @@ class Grid:
         ):
             if not values or not all(map(fine, values)):
                 raise EvalError(f"{name}={lengths if name == 'max_seq_lengths' else list(values)}: expected {allowed}")
-        return grid
+        return replace(grid, lengths=_distinct(grid.lengths), depths=_distinct(grid.depths))
 
     def cells(self) -> Iterator[tuple[int, float, int]]:
         """(length, depth, index) of every sample, lengths and depths alternating."""
@@ -112,6 +112,11 @@ class Grid:
 
 def _listed(values: Any) -> tuple[Any, ...]:
     return tuple(values) if isinstance(values, list | tuple) else (values,)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each once: a document that is there twice would count twice."""
+    return tuple(dict.fromkeys(values))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ def documents(
     """
     grid = Grid.of(max_seq_lengths, depths, samples_per_cell, data_seed)
     check_lengths(grid.lengths, _limit(settings), REPLY_TOKENS)
-    counter = Counter(load_tokenizer(tokenizer_name(settings)), bool(chat_template))
+    tokenizer = load_tokenizer(tokenizer_name(settings))
+    if chat_template and not getattr(tokenizer, "chat_template", None):
+        raise EvalError(f"chat template: the tokenizer {tokenizer_name(settings)} has none")
+    counter = Counter(tokenizer, bool(chat_template))
     return {"test": Dataset.from_list(draw(kind, grid, counter))}
 
 
@@ -132,6 +135,8 @@ class LongContextTask(ConfigurableTask):
                 f"cache_requests: {self.config.task} depends on --metadata, which that cache does not know; leave it "
                 "out"
             )
+        reply = max((self.config.generation_kwargs or {}).get("max_gen_toks", 0), REPLY_TOKENS)
+        check_lengths(self.dataset["test"]["length"], _limit(self.config.metadata or {}), reply)
         super().build_all_requests(limit=limit, samples=samples, cache_requests=False, **options)
         chosen = self.dataset["test"].select(samples if samples else range(len(self.dataset["test"]))[:limit])
         cells = zip(chosen["length"], chosen["depth"], strict=True)

@@ -154,11 +154,22 @@ def cache_nbytes(cache: Cache) -> int:
     return storage_nbytes(_inner_tensors([vars(layer) for layer in cache.layers]))
 
 
-def elements_per_token(config: Any) -> int:
-    """Key and value elements that one token has in all layers of a model with this ``config``."""
-    text = config.get_text_config(decoder=True)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+@torch.no_grad()
+def elements_held(cache: Cache, model: Any) -> int:
+    """Key and value elements that a filled cache of ``model`` stands for, counted and not derived from names in a
+    configuration, which differ by model; of sliding layers those in their windows."""
+    if isinstance(cache, QuantizedKVCache):
+        return cache.memory_report().sum.elements
+    if not isinstance(cache, QuantizedCache):
+        return sum(tensor.numel() for layer in cache.layers for tensor in _states(layer))
+    one = DynamicCache(config=model.config)  # one token: those in a quantized cache are hidden in its backend's tensors
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, use_cache=True, **{_compat.cache_argument(model.forward): one})
+    return cache.get_seq_length() * elements_held(one, model)
+
+
+def _states(layer: Any) -> Iterator[torch.Tensor]:
+    return tensors_in([getattr(layer, "keys", None), getattr(layer, "values", None)])
 
 
 def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
@@ -177,6 +188,8 @@ def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
         quantized = elements * (tokens - _window_tokens(cache)) // tokens
         held = cache_nbytes(cache)
         inside = 8 * (held - window) / quantized if quantized else 8 * held / elements
+        if not isinstance(cache, QuantizedCache):  # a sliding layer may hold more storage than its window
+            inside = 8 * sum(tensor.nbytes for layer in cache.layers for tensor in _states(layer)) / elements
         return dict.fromkeys(names[:3], inside) | {"all": 8 * held / elements}
     report = cache.memory_report()
     whole = report.sum
@@ -191,7 +204,7 @@ def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
 
 def _window_nbytes(layer: Any) -> int:
     """Bytes of what a layer of transformers' QuantizedCache has not quantized yet."""
-    return storage_nbytes(tensors_in([layer.keys, layer.values])) if isinstance(layer, GroupwiseLayer) else 0
+    return storage_nbytes(_states(layer)) if isinstance(layer, GroupwiseLayer) else 0
 
 
 def _window_tokens(cache: Cache) -> int:

@@ -106,6 +106,26 @@ def test_chat_template_is_told_to_the_tasks(folder: Path, tmp_path: Path) -> Non
     assert len(evaluation.tokenizer()(sent).input_ids) == first["doc"]["tokens"] <= 800
 
 
+def test_settings_of_a_config_file_count(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    data = {
+        "tasks": ["kvq_passkey"],
+        "model_args": f"pretrained={folder},kv_cache=k4v4",
+        "metadata": {"max_seq_lengths": [700], "samples_per_cell": 1, "depths": 0.5},
+        "apply_chat_template": True,
+        "log_samples": True,
+        "output_path": str(tmp_path / "out"),
+    }
+    file.write_text(json.dumps(data))
+    assert cli.main(["eval", "--config", str(file)]) == 0
+    assert read(tmp_path)["config"]["kv_cache"] == "k4v4"
+    (samples,) = tmp_path.rglob("samples_*.jsonl")
+    (sample,) = map(json.loads, samples.read_text().splitlines())
+    sent = "".join(sample["arguments"]["gen_args_1"].values())
+    assert sent.startswith("<user>")
+    assert len(evaluation.tokenizer()(sent).input_ids) == sample["doc"]["tokens"] <= 700
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +141,12 @@ def test_chat_template_is_told_to_the_tasks(folder: Path, tmp_path: Path) -> Non
         (["--metadata", "tokenizer=./no/such"], "tokenizer=./no/such: no tokenizer there"),
         (["--model_args", "pretrained=./no/such"], "pretrained=./no/such: neither a model folder nor a hub id"),
         (["--batch_size", "4"], "batch_size=4: requests are read one by one"),
+        (["--gen_kwargs", "max_gen_toks=2500"], "max_seq_lengths=800: the model ends at 3000 positions, of which 2500"),
+        (["--model_args", "device=cpu"], "model_args: device is an option of its own, --device cpu"),
+        (["--include_path", "./no/such"], "--include_path ./no/such: no such folder"),
+        (["--limit", "0"], "--limit 0: it must be above 0"),
+        (["--config", "./no/such.yaml"], "--config ./no/such.yaml: Config file not found"),
+        (["--model", "nothing"], "Attempted to load model 'nothing', but no model for this name found"),
         (["--cache_requests"], "--cache_requests: its cache does not know --metadata"),
         (["--tasks", "kvq_nothing"], "Tasks not found: kvq_nothing"),
         (["--log_samples"], "Specify --output_path if providing --log_samples"),
@@ -129,7 +155,7 @@ def test_chat_template_is_told_to_the_tasks(folder: Path, tmp_path: Path) -> Non
 def test_bad_request_is_one_line_and_exit_code_2(
     folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["eval", "--tasks", "kvq_copy", "--model_args", f"pretrained={folder}", *arguments]
+    given = ["eval", "--tasks", "kvq_copy", *SMALL, "--model_args", f"pretrained={folder}", *arguments]
     assert cli.main(given) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-kvquant: ")]
     assert len(error) == 1

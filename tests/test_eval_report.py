@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_kvquant import cli, eval_report, eval_results
-from hf_kvquant.eval_results import Estimate, Run, estimate, load, paired
+from hf_kvquant.eval_results import Estimate, Run, baseline, estimate, load, paired
 from hf_kvquant.schemes import EvalError, find_scheme
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +63,12 @@ def write(folder: Path, scheme: str, seed: str = "0", **changes: Any) -> Path:
     return folder
 
 
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "results_now.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"config": data["config"] | changes}))
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     return [write(tmp_path / scheme, scheme) for scheme in ("k2v2", "none", "k4v4")]
@@ -105,7 +111,43 @@ def test_parts_of_a_run_are_joined(tmp_path: Path) -> None:
 
 def test_runs_of_one_scheme_are_told_apart(tmp_path: Path) -> None:
     runs = load([write(tmp_path / str(chunk), "k4v4", kv_score_chunk=chunk) for chunk in (1, 64)])
-    assert [run.scheme for run in runs] == ["k4v4 (score_chunk 1)", "k4v4 (score_chunk 64)"]
+    assert [run.label for run in runs] == ["k4v4 (score_chunk 1)", "k4v4 (score_chunk 64)"]
+    eval_report.make([tmp_path], tmp_path / "report", "command")
+    once = (tmp_path / "report" / "report.md").read_text()
+    eval_report.make([tmp_path], tmp_path / "report", "command")  # reads its own report as well
+    assert (tmp_path / "report" / "report.md").read_text() == once
+
+
+def test_every_model_has_its_own_baseline(tmp_path: Path) -> None:
+    """Documents may be the same, the models are not."""
+    for name in ("first", "second"):
+        model = {"pretrained": f"/models/{name}"}
+        for scheme in ("none", "k4v4") if name == "first" else ("k2v2",):
+            write(tmp_path / name / scheme, scheme, model_args=model)
+    runs = load([tmp_path])
+    pairs = {run.scheme: baseline(run, runs) for run in runs}
+    assert pairs["none"] is pairs["k4v4"] is next(run for run in runs if run.scheme == "none")
+    assert pairs["k2v2"] is None
+    eval_report.make([tmp_path], tmp_path / "out", "command")
+    assert "| 1.175 | - | - |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_tasks_of_others_are_named_and_left_out(folders: list[Path], tmp_path: Path) -> None:
+    for folder in folders[:1]:
+        path = folder / "results_now.json"
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps(data | {"configs": data["configs"] | {"arc": {}}}))
+        sample = {"doc": {"question": "?"}, "doc_hash": "1", "acc": 1.0}
+        (folder / "samples_arc_now.jsonl").write_text(json.dumps(sample))
+    eval_report.make(folders, tmp_path / "out", "command")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "Not compared, metrics of other kinds: arc" in text
+    eval_report.make([tmp_path / "out"], tmp_path / "again", "command")
+    assert (tmp_path / "again" / "report.md").read_text() == text
+    for name in ("needle", "text"):
+        (folders[0] / f"samples_{name}_now.jsonl").write_text("")
+    with pytest.raises(EvalError, match="no results of kvq_longctx or kvq_perplexity"):
+        load(folders[:1])
 
 
 def test_report_has_the_numbers(folders: list[Path], tmp_path: Path) -> None:
@@ -141,6 +183,10 @@ def test_one_scheme_alone_is_shown_without_differences(tmp_path: Path) -> None:
         (lambda folder: (folder / "results_now.json").unlink(), "no results_*.json and no report.json there"),
         (lambda folder: (folder / "results_now.json").write_text("{"), "results_now.json: not readable as JSON"),
         (lambda folder: (folder / "results_now.json").write_text("{}"), "not a result of the model type hf-kvquant"),
+        (lambda folder: (folder / "results_now.json").write_text("[]"), "not a result of the model type hf-kvquant"),
+        (lambda folder: (folder / "report.json").write_text('{"runs": [1]}'), "report.json: not a result of the model"),
+        (lambda folder: (folder.parent / "out").write_text(""), "out: not a folder that can be written (File exists)"),
+        (lambda folder: change(folder, kv_tokens=0), "its answers came from --use_cache; report the first run"),
         (lambda folder: (folder / "samples_text_now.jsonl").unlink(), "no samples of text beside it; run with"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.model import CachingLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_hqq_available
 
 from hf_kvquant import QuantizedKVCache, _compat
@@ -16,7 +17,7 @@ from hf_kvquant._compat import has_fp8_cache
 from hf_kvquant.lm_eval import HFLM, KVQuantLM
 from hf_kvquant.past import PastTensor
 from hf_kvquant.reading import Reader, ReadingPlan
-from hf_kvquant.schemes import EvalError, find_scheme
+from hf_kvquant.schemes import EvalError, elements_held, find_scheme
 from tests import evaluation, tiny
 from tests.evaluation import request, text
 
@@ -209,7 +210,16 @@ def test_two_schemes_never_share_a_response_cache(make: Any, tmp_path: Path) -> 
     answer = first.loglikelihood([request("loglikelihood", *PAIRS[0])])
     again = CachingLM(make("k4v4"), path)
     assert again.loglikelihood([request("loglikelihood", *PAIRS[0])]) == answer
-    for other in (make("k2v2"), make("k4v4", score_chunk=16), make("k4v4", residual_length=0)):
+    held = again.get_model_info()  # nothing was read this time; what the answers took is known all the same
+    assert held["kv_tokens"] == 429
+    assert held["kv_cache_nbytes"] == first.get_model_info()["kv_cache_nbytes"]
+    others = (
+        make("k2v2"),
+        make("k4v4", score_chunk=16),
+        make("k4v4", residual_length=0),
+        make("k4v4", prefix_token_id=7),
+    )
+    for other in others:
         with pytest.raises(EvalError, match=r"responses\.db holds responses of another scheme, model or chunking"):
             CachingLM(other, path)
     foreign = CachingLM(HFLM(evaluation.model(), tokenizer=evaluation.tokenizer()), str(tmp_path / "stock.db"))
@@ -235,6 +245,9 @@ def test_two_schemes_never_share_a_response_cache(make: Any, tmp_path: Path) -> 
         ("k4v4", {"score_chunk": 0}, "score_chunk=0: it must be an integer of at least 1"),
         ("k4v4", {"prefill_tail": 0}, "prefill_tail=0: it must be an integer of at least 1"),
         ("k4v4", {"prefill": "none"}, "prefill=none: choose two-phase or chunked"),
+        ("k4v4", {"max_length": "abc"}, "max_length=abc: it must be an integer of at least 1"),
+        ("k4v4", {"dtype": "float5"}, "dtype=float5: torch has no such dtype"),
+        ("k4v4", {"softmax_dtype": "nn"}, "softmax_dtype=nn: torch has no such dtype"),
         ("k4v4", {"prefix_cache_mib": -1}, "prefix_cache_mib=-1: it must be an integer of at least 0"),
     ],
 )
@@ -253,6 +266,55 @@ def test_bad_json_is_named(make: Any, tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(EvalError, match=r"pretrained=\./no/such: neither a model folder nor a hub id that loads"):
         KVQuantLM("./no/such", "k4v4")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "falcon", "gemma3_text"])
+def test_bits_of_full_precision_are_those_of_the_dtype(model_type: str) -> None:
+    """Whatever the configuration calls its heads, and with layers that hold a window only."""
+    lm = KVQuantLM(other_model(model_type), "none", tokenizer=evaluation.tokenizer(), max_length=600)
+    likelihoods(lm)
+    info = lm.get_model_info()
+    assert info["kv_tokens"] == 429
+    assert info["kv_true_bits_per_element"] == 32.0
+    if model_type != "gemma3_text":  # whose sliding layers hold parts of larger storages
+        assert info["kv_bits_per_element"] == 32.0
+
+
+def test_elements_of_a_quantized_cache_are_counted() -> None:
+    """falcon: one head of keys for four of queries, under a name of its own."""
+    model = other_model("falcon")
+    cache = find_scheme("transformers:fp8").build(model.config)
+    tiny.forward(model, torch.zeros(1, 20, dtype=torch.long), cache)
+    assert elements_held(cache, model) == 20 * 2 * 2 * 16
+
+
+def test_a_cache_that_the_model_cannot_have_is_named() -> None:
+    with pytest.raises(EvalError, match=r"kv_cache=transformers:fp8: not for pretrained=.*only full attention layers"):
+        KVQuantLM(other_model("gemma3_text"), "transformers:fp8", tokenizer=evaluation.tokenizer())
+
+
+def other_model(model_type: str) -> Any:
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 128}
+    sliding = {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma3_text" else {}
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=600,
+        bos_token_id=256,
+        eos_token_id=256,
+        **(heads | sliding if sliding else {}),
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_another_cache_is_refused(make: Any) -> None:
+    lm, options = make(), GREEDY | {"cache_implementation": "quantized"}
+    with pytest.raises(EvalError, match="cache_implementation: the cache is the one that kv_cache names"):
+        lm.generate_until([request("generate_until", CONTEXT, options)], disable_tqdm=True)
 
 
 def test_beams_are_refused(make: Any) -> None:

@@ -78,6 +78,14 @@ def test_each_answer_stands_once_at_its_depth(counter: Counter, name: str) -> No
         assert min(abs(place - doc["depth"]) for place in found) < 0.1
 
 
+def test_a_copied_run_stands_once_and_at_its_depth_in_the_longest_contexts() -> None:
+    """Of more groups than there are different ones, those that are asked for are still the only ones of their kind."""
+    (doc,) = draw_documents(KINDS["kvq_copy"], Grid((60000,), (0.25,), 1), Counter(evaluation.tokenizer()))
+    assert doc["input"].startswith("Numbers: ")  # nothing but groups, no novel before them
+    assert [doc["input"].count(answer) for answer in doc["answers"]] == [1] * len(doc["answers"])
+    assert doc["input"].index(doc["answers"][0]) / len(doc["input"]) == pytest.approx(0.25, abs=0.01)
+
+
 def test_variables_stand_in_a_chain() -> None:
     for doc in draw_documents(KINDS["kvq_variables"], GRID, Counter(evaluation.tokenizer())):
         held = [answer.removeprefix("VAR ") for answer in doc["answers"]]
@@ -122,6 +130,10 @@ def test_first_documents_are_a_fair_share_of_the_grid() -> None:
     cells = list(Grid((512, 1024), (0.0, 0.5, 1.0), 2).cells())
     assert sorted(cells[:6]) == [(length, depth, 0) for length in (512, 1024) for depth in (0.0, 0.5, 1.0)]
     assert [length for length, _, _ in cells[:4]] == [512, 1024, 512, 1024]
+
+
+def test_values_given_twice_are_one_cell() -> None:
+    assert len(list(Grid.of([512, 512], [0.5, 0.5], 2, 0).cells())) == 2
 
 
 @pytest.mark.parametrize("name", ["kvq_niah_multikey", "kvq_multihop"])
@@ -175,11 +187,13 @@ def of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"depths": [0.5, 2]}, r"depths=\[0.5, 2\]: expected shares from 0 to 1"),
         ({"samples_per_cell": 0}, r"samples_per_cell=\[0\]: expected a positive integer"),
         ({"data_seed": "x"}, r"data_seed=\['x'\]: expected an integer"),
+        ({"chat_template": True}, "chat template: the tokenizer bytes has none"),
         ({"tokenizer": None}, "tokenizer=None: prompts are measured with one; name it"),
     ],
 )
 @pytest.mark.usefixtures("of_bytes")
-def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_named(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "CHAT_TEMPLATE", None)
     with pytest.raises(EvalError, match=message):
         documents(KINDS["kvq_niah_single"], **settings(**changes))
 

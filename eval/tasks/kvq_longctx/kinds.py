@@ -149,6 +149,8 @@ def copy(rng: random.Random, depth: float, tokens: int) -> Draft:
     run = COPIED + LEADING
     groups = numbers(rng, min(run + tokens // 2, 9000), digits=4)
     asked, others = groups[:run], groups[run:]
+    while len(others) < tokens // 2:  # more than there are different ones: only those that are asked for stand once
+        others += rng.sample(groups[run:], len(groups) - run)
     told = " ".join(asked[:LEADING])
     ask = Ask(f"Repeat these numbers from {asked[0]} on.", f"Numbers: {told}", tuple(asked[LEADING:]), separator=" ")
 
