@@ -102,7 +102,7 @@ def load(paths: Sequence[Path]) -> list[Run]:
     found = sorted(runs.values(), key=lambda run: (run.scheme != FULL_PRECISION, -run.true_bits, run.scheme))
     if not any(rows for run in found for rows in run.samples.values()):
         raise EvalError(
-            f"{', '.join(map(str, paths))}: no results of kvq_longctx or kvq_perplexity, which are compared"
+            f"{', '.join(map(str, paths))}: no results of kvq_longctx or kvq_perplexity, which are compared; run those"
         )
     _tell_apart(found)
     return found
@@ -227,7 +227,7 @@ def _join(whole: Run, part: Run) -> None:
 
 
 def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The run in full precision that ``run`` is compared with: of the same model, dtype and chat template, and as much
+    """The one of ``runs`` in full precision that ``run`` is compared with: of the same model, dtype and chat template, and as much
     like it otherwise as there is; None where there is none, itself where it is one."""
 
     def alike(other: Run) -> int:

@@ -116,7 +116,7 @@ def _incumbent(name: str, residual_length: int | None) -> Scheme:
         raise EvalError(f"kv_cache={name}: unknown; after {TRANSFORMERS} choose from {', '.join(_INCUMBENTS)}")
     backend, options = _INCUMBENTS[key]
     if backend == "fp8" and not _compat.has_fp8_cache():
-        raise EvalError(f"kv_cache={name}: this transformers has no fp8 cache; it came with 5.21")
+        raise EvalError(f"kv_cache={name}: this transformers has no fp8 cache, which came with 5.21; choose another")
     package, is_installed = _PACKAGES.get(backend, ("transformers", lambda: True))
     if not is_installed():
         raise EvalError(f"kv_cache={name}: a package is missing: pip install {package}")
@@ -156,7 +156,7 @@ def cache_nbytes(cache: Cache) -> int:
 
 @torch.no_grad()
 def elements_held(cache: Cache, model: Any) -> int:
-    """Key and value elements that a filled cache of ``model`` stands for, counted and not derived from names in a
+    """Key and value elements that ``cache``, filled by ``model``, stands for, counted and not derived from names in a
     configuration, which differ by model; of sliding layers those in their windows."""
     if isinstance(cache, QuantizedKVCache):
         return cache.memory_report().sum.elements

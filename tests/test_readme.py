@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from tests import readme_rows
-from tests.readme_rows import ROOT, TABLES, Table, figures, written
+from tests.readme_figures import figures
+from tests.readme_rows import written
+from tests.readme_tables import PRESET_ROWS, ROOT, TABLES, Table, quality_cells
 
 DOCUMENTS = ("README.md", "docs/quality.md", "docs/speed.md", "docs/limits.md")
 
@@ -45,5 +46,5 @@ def test_rows_replace_what_stands_under_their_head() -> None:
 
 
 def test_every_preset_of_the_table_exists() -> None:
-    for name in readme_rows.PRESET_ROWS:
-        assert len(readme_rows.quality_cells(name)) == 4
+    for name in PRESET_ROWS:
+        assert len(quality_cells(name)) == 4

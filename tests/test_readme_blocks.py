@@ -13,7 +13,7 @@ import torch
 from hf_kvquant import KVQuantConfig, LayerOverride, QuantizedKVCache, TensorSpec, attach, cli, eval_command, models
 from hf_kvquant.attention import backends
 from tests import evaluation, tiny
-from tests.readme_rows import ROOT
+from tests.readme_tables import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)

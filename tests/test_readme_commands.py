@@ -11,7 +11,7 @@ import re
 import pytest
 
 from hf_kvquant import cli
-from tests.readme_rows import ROOT
+from tests.readme_tables import ROOT
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "eval/README.md"]
 DOCUMENTS += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]

@@ -1,0 +1,82 @@
+"""The figures in the prose of README, docs and CHANGELOG, computed from the result files."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.readme_tables import ROOT, results, step_cells, step_speeds
+
+
+def figures() -> list[tuple[str, str]]:
+    """Document and a piece of its text, white space aside, that holds figures."""
+    return [*_speed_figures(), *_memory_figures(), *_agreement_figures(), *_census_figures()]
+
+
+def _speed_figures() -> list[tuple[str, str]]:
+    speeds = {key: f"{value:.2f}" for key, value in step_speeds().items()}
+    cr4, cm2, k4v4 = (
+        {key[1:]: each for key, each in speeds.items() if key[0] == name}
+        for name in ("attached-cr4", "attached-cm2", "k4v4")
+    )
+    short = sorted(each["float32", 512] for each in (cr4, cm2, k4v4))
+    slowest, fastest = short[0], short[-1]
+    seconds = next(cell["seconds"] for cell in step_cells() if _is_base(cell))
+    eight, sixteen, half = ("float32", 8192), ("float32", 16384), ("bfloat16", 16384)
+    at_sixteen = f"(`k4v4` {k4v4[sixteen]}; in bf16 {k4v4[half]}, `cr4` {cr4[half]}, not 6)"
+    return [
+        ("docs/speed.md", f"{1000 * seconds:.0f} ms of each step in fp32 are the model itself"),
+        ("docs/speed.md", f"At 512 tokens in fp32 ours run at {slowest} to {fastest} of DynamicCache's speed"),
+        ("README.md", f"at 512 tokens {slowest} to {fastest} of DynamicCache's speed"),
+        (
+            "CHANGELOG.md",
+            f"`cr4` {cr4[eight]} and `cm2` {cm2[eight]} times as fast as DynamicCache, not 1.9 (`k4v4` {k4v4[eight]}); "
+            f"at 16,384 {cr4[sixteen]} and {cm2[sixteen]}, not 3 {at_sixteen}. At 512 tokens {slowest} to {fastest},"
+            " not 0.95.",
+        ),
+    ]
+
+
+def _is_base(cell: dict[str, Any]) -> bool:
+    return (cell["scheme"], cell["dtype"], cell["tokens"]) == ("base", "float32", 512)
+
+
+def _memory_figures() -> list[tuple[str, str]]:
+    windows = {(r["residual_length"], r["tokens"]): r["ratio"] for r in results("agreement")["memory"]["windows"]}
+    first, second, third, short = (f"{windows[key]:.3f}" for key in ((128, 2000), (128, 4000), (128, 8000), (64, 2000)))
+    presets = results("agreement")["memory"]["presets"]
+    further = next(row["ratio"] for row in presets if row["preset"] == "k4v4" and row["further_steps"])
+    return [
+        ("docs/quality.md", f"takes {first} of bf16 there, {second} at 4,000 and {third} at 8,000 tokens"),
+        ("docs/quality.md", f"gives {short} at 2,000"),
+        ("docs/quality.md", f"{further:.3f} after 64 steps"),
+    ]
+
+
+def _agreement_figures() -> list[tuple[str, str]]:
+    """The range and the single figures of what more bits around k4v4 do."""
+    rows = [row for row in results("agreement_variants")["averages"] if row["variant"] == "one_shot"]
+    free = {row["scheme"]: round(100 * row["free_running"]) for row in rows}
+    variants = sorted(share for name, share in free.items() if name != "k4v4")
+    group, window, values, keys = (free[name] for name in ("k4v4-group32", "k4v4-window512", "k4v8", "k8v4"))
+    return [
+        ("docs/quality.md", f"it ranges from {variants[0]} % to {variants[-1]} %"),
+        (
+            "CHANGELOG.md",
+            f"Groups of 32 ({group} %), a window of 512 ({window} %), 8-bit values ({values} %) and 8-bit keys "
+            f"({keys} %)",
+        ),
+    ]
+
+
+def _census_figures() -> list[tuple[str, str]]:
+    found = re.search(r"^(\d+) types, (\d+) within .*: (.*)\.$", (ROOT / "docs/architectures.md").read_text(), re.M)
+    assert found
+    total, equal, counts = found.groups()
+    return [
+        ("README.md", f"Of the {total} causal-LM types of transformers 5.24, {equal} give the logits of DynamicCache"),
+        ("docs/limits.md", f"Of the {total} causal-LM types"),
+        *(("docs/limits.md", count.strip()) for count in counts.split(",")),
+        *(("CHANGELOG.md", count.strip()) for count in counts.split(",")),
+        ("CHANGELOG.md", f"{equal} are within"),
+    ]
