@@ -242,7 +242,7 @@ def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def compared(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Every run that has another for a baseline, and that."""
+    """Every one of ``runs`` that has another for a baseline, and that."""
     pairs = ((run, baseline(run, runs)) for run in runs)
     return [(run, reference) for run, reference in pairs if reference is not None and reference is not run]
 

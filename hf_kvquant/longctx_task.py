@@ -54,7 +54,9 @@ def documents(
     check_lengths(grid.lengths, _limit(settings), REPLY_TOKENS)
     tokenizer = load_tokenizer(tokenizer_name(settings))
     if chat_template and not getattr(tokenizer, "chat_template", None):
-        raise EvalError(f"chat template: the tokenizer {tokenizer_name(settings)} has none; leave --apply_chat_template out")
+        raise EvalError(
+            f"chat template: the tokenizer {tokenizer_name(settings)} has none; leave --apply_chat_template out"
+        )
     counter = Counter(tokenizer, bool(chat_template))
     return {"test": Dataset.from_list(draw(kind, grid, counter))}
 
