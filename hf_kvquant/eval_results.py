@@ -227,8 +227,8 @@ def _join(whole: Run, part: Run) -> None:
 
 
 def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The one of ``runs`` in full precision that ``run`` is compared with: of the same model, dtype and chat template, and as much
-    like it otherwise as there is; None where there is none, itself where it is one."""
+    """The one of ``runs`` in full precision that ``run`` is compared with: of the same model, dtype and chat template,
+    and as much like it otherwise as there is; None where there is none, itself where it is one."""
 
     def alike(other: Run) -> int:
         return sum(other.settings.get(name) == value for name, value in run.settings.items())
