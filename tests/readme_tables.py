@@ -159,7 +159,7 @@ def _evaluation_cells(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- docs/speed.md
 
-STEPS = [("float32", 512), ("float32", 8192), ("float32", 16384), ("bfloat16", 8192), ("bfloat16", 16384)]
+STEPS = [("float32", 512), ("float32", 2048), ("float32", 8192), ("float32", 16384), ("bfloat16", 8192), ("bfloat16", 16384)]
 STEP_SCHEMES = "static transformers-quanto4 transformers-hqq4 k4v4 attached-cr4 attached-cm2"
 
 
@@ -212,7 +212,7 @@ TABLES = (
     ),
     Table(
         "docs/speed.md",
-        "| cache | fp32, T = 512 | 8,192 | 16,384 | bf16, 8,192 | 16,384 |",
+        "| cache | fp32, T = 512 | 2,048 | 8,192 | 16,384 | bf16, 8,192 | 16,384 |",
         step_rows,
     ),
     Table(
