@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks import attention_memory, attention_op, attention_step
-from benchmarks.attention_op import Shape, first_line
+from benchmarks.attention_op import Shape
 from benchmarks.attention_summary import Group, check_targets, summarize, to_markdown
 from benchmarks.common import DTYPES, RESULTS, describe_run, load_average, write_report
+from hf_kvquant.spec import first_line
 
 REPORT = RESULTS / "attention.json"
 PARTS = ("op", "step", "memory")

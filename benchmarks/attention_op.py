@@ -27,6 +27,7 @@ from hf_kvquant.attention.plan import Plan, plan_of, tensors_of
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.past import Past, PastTensor
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
+from hf_kvquant.spec import first_line
 
 CONFIGS = {
     **{name: PRESETS[name].config for name in ("k4v4", "cr4", "cm3", "cm2", "k4v4-pre", "fp8", "int8")},
@@ -126,7 +127,7 @@ def packed_call(name: str, shape: Shape, dtype: torch.dtype) -> tuple[Call, Fact
     right, got = reference.decode(query.float(), past, scale), call().float()
     error = float((got - right).norm() / right.norm())
     if not error < WRONG:
-        raise RuntimeError(f"{name}, relative error {error:.2g} against the oracle")
+        raise RuntimeError(f"relative error {error:.2g} to the oracle, not below {WRONG}; mend it first")
     plan = plan_of(past, shape.heads, scale, 0.0, False, False)
     tensors = tensors_of(past, plan, past.length - past.window_start)
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -167,10 +168,6 @@ def measure(shape: Shape, formats: list[str], dtype: torch.dtype, rounds: int) -
             failed[name] = f"failed: {first_line(error)}"
     samples = timed_rounds(calls | limits, rounds)
     return {"samples": samples, "facts": facts | limit_facts, "failed": failed}
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def timed_rounds(calls: dict[str, Call], rounds: int) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ class Bench:
 
     def measure(self, length: int, rounds: int) -> dict[str, Any]:
         """Samples of one length."""
-        caches = self._filled(length, rounds + WARM_UP)
+        caches = self.filled(length, rounds + WARM_UP)
         product = limit_calls()[0][PRODUCT]
         names, samples = [*caches, PRODUCT], []
         for number in range(rounds + WARM_UP):
@@ -85,7 +85,8 @@ class Bench:
         spent = timed_step(model, torch.tensor([[number + 1]]), cache)
         return {"closes": closed_size(cache) != before} | spent
 
-    def _filled(self, length: int, steps: int) -> dict[str, Cache]:
+    def filled(self, length: int, steps: int) -> dict[str, Cache]:
+        """By scheme, a cache of ``length`` tokens that will take ``steps`` more."""
         caches = {scheme.name: scheme.build(self.model.config, length + steps) for scheme in self.schemes}
         tables = self.model.base_model.rotary_emb(torch.zeros(1, dtype=self.model.dtype), torch.arange(length)[None])
         layers = len(caches[BASE].layers)

@@ -26,6 +26,7 @@ from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.presets import UNATTACHED_PRESETS
 from hf_kvquant.schemes import find_ninja
+from hf_kvquant.spec import first_line
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,7 +103,7 @@ def _warm_up(scheme: Scheme, config: Any) -> str | None:
         for _ in range(3):
             append(cache, states)
     except (RuntimeError, OSError, ImportError) as error:
-        return f"does not run here: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        return f"does not run here: {first_line(error)}"
     return None
 
 
@@ -144,7 +145,9 @@ def make_parser(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=summary)
     parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--schemes", nargs="+", default=list(schemes), metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "--schemes", nargs="+", choices=list(known), default=list(schemes), metavar="NAME", help=", ".join(known)
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", metavar="PATH")
     return parser
 

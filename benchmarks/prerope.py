@@ -102,7 +102,7 @@ def _ratio(functions: list[Callable[[], Any]], rounds: int) -> float:
 
 
 def main() -> None:
-    parser = make_parser("prerope", "Keys stored before against after RoPE.", FORMATS)
+    parser = make_parser("prerope", "Keys stored before against after RoPE.", FORMATS, FORMATS)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=41)
     options = parser.parse_args()

@@ -130,7 +130,7 @@ def _prose(tokenizer: Any, rng: random.Random, novel: str, seed: int, tokens: in
         room -= len(ids)
         if not room:
             return sentences
-    raise ValueError(f"{novel}: no {tokens} tokens from word {first} on")
+    raise ValueError(f"{novel}: no {tokens} tokens from word {first} on; ask for fewer")
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 
@@ -24,6 +24,11 @@ def native_layers(config: PreTrainedConfig) -> list[Any]:
 def is_full_attention(layer: Any) -> bool:
     """Whether a native layer is plain full attention (its exact class: subclasses hold other state as well)."""
     return type(layer) is DynamicLayer
+
+
+def has_fp8_cache() -> bool:
+    """Whether transformers' QuantizedCache knows the backend fp8 (from 5.21 on)."""
+    return hasattr(cache_utils, "Fp8QuantizedLayer")
 
 
 def cache_argument(function: Callable[..., Any]) -> str:
@@ -97,6 +102,7 @@ __all__ = [
     "cache_argument",
     "config_value",
     "forget_states",
+    "has_fp8_cache",
     "is_full_attention",
     "map_tensors",
     "move_layer",

@@ -84,7 +84,10 @@ class _CaptureHook:
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("attach: run one forward with the cache before compiling, so that RoPE can be probed")
+            raise RuntimeError(
+                f"attach: how {type(module).__name__} rotates is not known yet, and it cannot be probed under "
+                "torch.compile; run one forward with the cache before compiling"
+            )
         embeddings = arguments.get("position_embeddings")
         if embeddings is None:
             self.reason = _reason_without_tables(module)
@@ -99,16 +102,17 @@ class _CaptureHook:
             self.last = weakref.ref(cache)
 
     def _warn_if_dropped(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """phi3 and phimoe recompute the whole sequence with a new cache when it crosses the longrope boundary."""
+        """phi3 and phimoe recompute the whole sequence with a new cache when it crosses the longrope boundary; older
+        releases of transformers drop the cache as well, but go on with the newest token alone."""
         cache = None if self.last is None else self.last()
         if cache is None:
             return
-        tokens = arguments["hidden_states"].shape[1]
-        if tokens == _longrope_boundary(module) + 1 and cache.get_seq_length() == tokens - 1:
+        boundary = _longrope_boundary(module)
+        if arguments["hidden_states"].shape[1] in (1, boundary + 1) and cache.get_seq_length() == boundary:
             self.last = None
             warnings.warn(
                 f"{type(module).__name__}: the model dropped the QuantizedKVCache at its longrope boundary of "
-                f"{tokens - 1} tokens and goes on with a full-precision cache; pass longer prompts, or a lower "
+                f"{boundary} tokens and goes on with a full-precision cache; pass longer prompts, or a lower "
                 "max_new_tokens, to stay on one side of it",
                 stacklevel=2,
             )
@@ -121,9 +125,10 @@ def _longrope_boundary(module: torch.nn.Module) -> int:
 
 
 def _reason_without_tables(module: torch.nn.Module) -> str:
-    """By the names of submodules (moshi, recurrent_gemma) and of methods (roformer)."""
+    """By the names of submodules (moshi, recurrent_gemma) and of methods (roformer), or the size of what is rotated
+    (GPT-J and CodeGen before transformers 5.24)."""
     names = (name for each in module.modules() for name in (type(each).__name__, *dir(type(each))))
-    inside = any("rotary" in name.lower() for name in names)
+    inside = hasattr(module, "rotary_dim") or any("rotary" in name.lower() for name in names)
     return "rotates inside the attention module, out of sight" if inside else NO_ROPE
 
 
@@ -148,7 +153,11 @@ def _takes_cache(module: torch.nn.Module) -> bool:
 
 
 class AttachHandle:
-    """What :func:`attach` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block."""
+    """What ``attach`` returns; ``detach()`` takes the hooks off again, and so does leaving the ``with`` block.
+
+    Attributes:
+        backend: how decode steps attend, and why: a ``Choice``.
+    """
 
     def __init__(self, modules: list[torch.nn.Module], backend: Choice, name: str):
         self.backend = backend
@@ -239,5 +248,7 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     choice = choose(backend, device)
     if backend == "auto" and choice.name == "full" and device.type == "cpu":
-        warnings.warn(f"decode attention reads full tensors: {choice.reason}", stacklevel=2)
+        warnings.warn(
+            f"decode attention reads full tensors: {choice.reason}; install one, or say backend='full'", stacklevel=2
+        )
     return AttachHandle(modules, choice, backend)

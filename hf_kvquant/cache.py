@@ -40,20 +40,27 @@ class QuantizedKVCache(Cache):
 
     Args:
         config: the model's configuration (``model.config``).
-        quantization: a preset name (``PRESETS``), a :class:`KVQuantConfig`, or None for the default: preset "cr4" on
-            an attached model, "k4v4" on any other, decided by the first forward.
+        quantization: a preset name (``PRESETS``), a ``KVQuantConfig``, or None for the default: preset "cr4" on an
+            attached model, "k4v4" on any other, decided by the first forward.
         offloading: keep layers on the CPU between their turns (needs an accelerator, as in transformers).
         offload_only_non_sliding: with ``offloading``, keep sliding layers on the device.
         backend: how decode steps of a model that is not attached attend. "auto": where it calls torch's
             ``scaled_dot_product_attention`` on a CPU with a C++ compiler, straight from the codes; "full": always over
-            full tensors. (An attached model: see :func:`attach`.)
+            full tensors. (An attached model: see ``attach``.)
+
+    Attributes:
+        quantization: the ``KVQuantConfig`` in force; the default one may still change with the first forward.
+        layers: one per model layer: ours where it is full attention, transformers' own elsewhere.
+        backend: as given.
+        padding_source: where the left padding is known from.
 
     Raises:
-        ValueError: unknown preset or backend, or offloading without an accelerator.
+        ValueError: unknown preset or backend, an override for a layer that the model lacks or that is not quantized,
+            or offloading without an accelerator.
         TypeError: ``config`` is not a model configuration.
 
-    Methods: keys per channel, values per token and the residual window from KIVI (arXiv 2402.02750); exact first
-    tokens from attention sinks (arXiv 2309.17453).
+    Source: keys per channel, values per token and the residual window from KIVI (Liu et al. 2024, arXiv 2402.02750,
+    section 3); exact first tokens from attention sinks (Xiao et al. 2023, arXiv 2309.17453).
     """
 
     layers: list[Any]  # ours and transformers' own kinds, which share no base class
@@ -73,7 +80,7 @@ class QuantizedKVCache(Cache):
             raise TypeError(f"config={type(config).__name__} is not valid: {hint}")
         if offloading and not torch.accelerator.is_available():
             raise ValueError(
-                "offloading=True is not valid: it needs an accelerator to offload from, and none is available"
+                "offloading=True is not valid: it needs an accelerator to offload from, and none is here; leave it out"
             )
         self.quantization = resolve(quantization)
         self.is_default = quantization is None
@@ -84,7 +91,8 @@ class QuantizedKVCache(Cache):
             if index >= len(natives):
                 raise invalid("layers", index, f"the model has layers 0 to {len(natives) - 1}")
             if not _compat.is_full_attention(natives[index]):
-                raise invalid("layers", index, f"that layer is kept as transformers' {type(natives[index]).__name__}")
+                kept = type(natives[index]).__name__
+                raise invalid("layers", index, f"that layer is kept as transformers' {kept}; leave it out")
         layers: list[Any] = [
             QuantizedLayer(self.quantization.for_layer(index), index) if _compat.is_full_attention(native) else native
             for index, native in enumerate(natives)
@@ -105,10 +113,24 @@ class QuantizedKVCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the new tokens of one layer; see :meth:`QuantizedLayer.update`.
+        """Take in the new tokens of one layer, and return all of its tokens for attention.
+
+        Args:
+            key_states: ``[B, K, q, D]`` as attention would use them (rotated where the model rotates).
+            value_states: ``[B, K, q, Dv]``.
+            layer_idx: index of the model layer.
+            *args: handed on to transformers' own layers.
+            **kwargs: likewise; position ids among them tell the left padding of new rows.
+
+        Returns:
+            Keys ``[B, K, T + q, D]`` and values ``[B, K, T + q, Dv]`` in the delivered dtype. Closed blocks are
+            dequantized, everything else is exact, padding that has left the window reads as zeros. For a decode step
+            that reads codes, handles of these shapes, which turn into full tensors where anything but attention uses
+            them.
 
         Raises:
-            ValueError: ``layer_idx`` is none of the model's layers, or the tensors do not fit those already held.
+            ValueError: ``layer_idx`` is none of the model's layers; the tensors do not fit each other or those already
+                held; the format needs an attached model; or one forward updates a layer twice (cross-attention).
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
@@ -235,7 +257,7 @@ class QuantizedKVCache(Cache):
             attention_mask: ``[B, T]``, 1 for real tokens, as the tokenizer returns it with ``padding_side="left"``.
 
         Raises:
-            ValueError: zeros that are not on the left, or a cache that already holds tokens.
+            ValueError: no such tensor, zeros that are not on the left, or a cache that already holds tokens.
         """
         if self.get_seq_length():
             raise ValueError(
@@ -260,8 +282,13 @@ class QuantizedKVCache(Cache):
     # ---------------------------------------------------------------- what generate asks
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens: ``crop(-n)`` removes n, ``crop(n)`` with n > 0 keeps the first n (the older
-        meaning)."""
+        """Remove the newest tokens of every row.
+
+        Args:
+            tokens_to_remove: -n removes the newest n tokens (all of them where there are fewer); n > 0 keeps the first
+                n, which is the older meaning. Exact values that were quantized do not come back: the window is shorter
+                after a crop into closed blocks.
+        """
         length, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
         removed = min(removed, length)
@@ -269,7 +296,14 @@ class QuantizedKVCache(Cache):
         self.rotary.crop(removed)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of every layer, in that order."""
+        """Keep the rows ``indices`` of every layer, in that order; codes are moved, never computed again.
+
+        Args:
+            indices: ``[rows]`` of integers, or ``[B]`` of bools.
+
+        Raises:
+            ValueError: no row would be left.
+        """
         super().batch_select_indices(indices)
         self.rotary.select(lambda rows: torch.arange(rows)[indices])
 
@@ -279,7 +313,7 @@ class QuantizedKVCache(Cache):
         self.rotary.select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes row ``beam_idx[i]`` (beam search)."""
+        """Row i becomes row ``beam_idx[i]`` of every layer (beam search); ``beam_idx`` is ``[B]``."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         self.rotary.select(lambda rows: beam_idx)
 
@@ -297,14 +331,14 @@ class QuantizedKVCache(Cache):
     # ---------------------------------------------------------------- resources
 
     def to(self, device: torch.device | str) -> QuantizedKVCache:
-        """Move everything held to ``device`` and return the cache; later updates must arrive there."""
+        """Move everything held to ``device`` and return the same cache; later updates must arrive there."""
         for layer in self.layers:
             _compat.move_layer(layer, device)
         self.rotary.apply(lambda each: each.to(device))
         return self
 
     def memory_report(self) -> MemoryReport:
-        """Exact bytes of everything the cache holds, per layer and in total."""
+        """Exact bytes of every storage that the cache holds, per layer and in total."""
         tables = storage_nbytes(tensors_in(self.rotary))
         return MemoryReport(tuple(layer_memory(layer) for layer in self.layers), tables)
 
@@ -339,17 +373,32 @@ class QuantizedKVCache(Cache):
     # ---------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache to a safetensors file, atomically; see :mod:`hf_kvquant.serialization`."""
+        """Write the cache to one safetensors file, as a whole or not at all.
+
+        Args:
+            path: of the file; one that exists is replaced.
+
+        Raises:
+            ValueError: an interrupted forward left layers that do not agree, or a layer of transformers' own holds
+                something that has no plain form.
+            OSError: the folder does not exist (``FileNotFoundError``) or cannot be written.
+        """
         serialization.save(self, path)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], config: PreTrainedConfig, device: torch.device | str = "cpu"
     ) -> QuantizedKVCache:
-        """Read a cache written by :meth:`save`, for a model of the same configuration.
+        """A new cache with what ``save`` wrote, for a model of the same configuration.
+
+        Args:
+            path: of the file.
+            config: the model's configuration (``model.config``).
+            device: where the tensors go.
 
         Raises:
-            ValueError: truncated, foreign or newer file, or one of another model.
+            ValueError: a file that is truncated, damaged, foreign, of another format version, of another model, or of a
+                number format that is not in ``FORMATS``.
             FileNotFoundError: ``path`` is no file.
         """
         return serialization.load(cls, path, config, device)

@@ -107,4 +107,4 @@ def write(text: str, path: Path) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise CensusError(f"{path} cannot be written: {error.strerror}") from error
+        raise CensusError(f"{path} cannot be written: {error.strerror}; name another path") from error

@@ -21,7 +21,15 @@ DEFAULT_BLOCK_LENGTH = 64
 
 @dataclass(frozen=True)
 class LayerOverride:
-    """What one layer stores differently; None: as the whole cache."""
+    """What one layer stores differently.
+
+    Attributes:
+        key: format of its keys; None: as the whole cache.
+        value: format of its values; None: as the whole cache.
+
+    Raises:
+        ValueError: something else than a ``TensorSpec`` or None.
+    """
 
     key: TensorSpec | None = None
     value: TensorSpec | None = None
@@ -34,6 +42,11 @@ class LayerOverride:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "LayerOverride") -> LayerOverride:
+        """From the fields in ``data``; ``where`` names them in an error.
+
+        Raises:
+            ValueError: no mapping, an unknown field, or one that is not valid.
+        """
         fields = fields_from(cls, data, where)
         specs = {name: None if spec is None else TensorSpec.from_dict(spec, name) for name, spec in fields.items()}
         return cls(**specs)
@@ -44,7 +57,8 @@ class KVQuantConfig:
     """A cache format.
 
     Attributes:
-        key, value: how closed blocks are stored.
+        key: how keys are stored in closed blocks.
+        value: how values are.
         residual_length: the newest tokens of each row, at least this many, stay in full precision (the residual
             window).
         sink_length: the first tokens of each row that stay in full precision and out of all ranges.
@@ -52,6 +66,13 @@ class KVQuantConfig:
         calibration_length: tokens after the sinks whose statistics serve ``center``, ``normalize`` and ``widths``. A
             row closes no block before it holds them, so shorter sequences stay exact.
         layers: overrides by layer index.
+
+    Raises:
+        ValueError: a field that is not valid; the message names field, value and what is allowed.
+
+    Source: keys per channel, values per token, residual window from KIVI (Liu et al. 2024, arXiv 2402.02750, section
+    3); ``sink_length`` from attention sinks (Xiao et al. 2023, arXiv 2309.17453); ``pre_rope`` from KVQuant (Hooper et
+    al. 2024, arXiv 2401.18079, section 3.2).
     """
 
     key: TensorSpec = field(default_factory=TensorSpec)
@@ -86,7 +107,7 @@ class KVQuantConfig:
             self.for_layer(index)
 
     def for_layer(self, index: int) -> KVQuantConfig:
-        """The configuration of one layer, its override applied."""
+        """The configuration of layer ``index``, its override applied."""
         override = self.layers.get(index)
         if override is None:
             return replace(self, layers={}) if self.layers else self
@@ -116,11 +137,17 @@ class KVQuantConfig:
         return math.lcm(*sizes) if sizes else DEFAULT_BLOCK_LENGTH
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data, layer indices as text: what JSON can hold."""
         data = dataclasses.asdict(replace(self, layers={}))
         return data | {"layers": {str(index): dataclasses.asdict(each) for index, each in self.layers.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVQuantConfig:
+        """From the fields in ``data``, as ``to_dict`` gives them; those left out keep their defaults.
+
+        Raises:
+            ValueError: no mapping, an unknown field, or one that is not valid.
+        """
         fields = fields_from(cls, data, "KVQuantConfig")
         for name in ("key", "value"):
             if name in fields:
@@ -135,12 +162,18 @@ class KVQuantConfig:
         return cls(**fields)
 
     def to_json(self) -> str:
+        """``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> KVQuantConfig:
+        """From the JSON ``text`` that ``to_json`` gives.
+
+        Raises:
+            ValueError: not JSON, or as ``from_dict`` raises.
+        """
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"KVQuantConfig: not valid JSON ({error}); expected what to_json() writes") from error
+            raise ValueError(f"KVQuantConfig: not valid JSON ({error}); pass what to_json() writes") from error
         return cls.from_dict(data)

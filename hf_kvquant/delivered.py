@@ -41,7 +41,7 @@ def problem(
 def _against(name: str, state: TensorState, device: torch.device, tensor: torch.Tensor) -> str:
     scales, held = len(state.spec.static_scales), state.window
     if scales > 1 and scales != tensor.shape[1]:
-        return f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales"
+        return f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales; calibrate it anew"
     if held is None:
         return ""
     facts = (

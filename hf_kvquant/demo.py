@@ -11,21 +11,20 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StoppingCriteria, StoppingCriteriaList
-from transformers.utils import logging
 
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.attach import attach
 from hf_kvquant.cache import QuantizedKVCache
-from hf_kvquant.models import load_model, smollm2_dir
+from hf_kvquant.models import load_model, quiet, smollm2_dir
 from hf_kvquant.presets import PRESETS
 from hf_kvquant.prompt import DemoError, Prompt, build_prompt, check, data_path
+from hf_kvquant.spec import first_line
 
 __all__ = [
     "DemoError",
@@ -86,7 +85,7 @@ class Row:
 
 def run(settings: DemoSettings) -> tuple[Prompt, list[Row]]:
     """The prompt and one row per scheme, DynamicCache first; a progress bar on stderr while it works."""
-    with _quiet(), tqdm(desc="loading the model", unit="token", disable=None, leave=False) as bar:
+    with quiet(), tqdm(desc="loading the model", unit="token", disable=None, leave=False) as bar:
         model, tokenizer = _load(settings)
         _check_length(model, settings)
         prompt = build_prompt(tokenizer, settings.tokens, settings.seed)
@@ -116,41 +115,29 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.scheme, row.answer, mark, *numbers)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' advice about generation settings and its own progress bars; ours is the only one."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _load(settings: DemoSettings) -> tuple[Any, Any]:
     try:
         torch.empty(0, device=settings.device)
     except (RuntimeError, AssertionError) as error:
-        raise DemoError(f"--device {settings.device}: {str(error).splitlines()[0]}") from error
+        raise DemoError(f"--device {settings.device}: {first_line(error)}; choose another, such as cpu") from error
     try:
         model, tokenizer = load_model(settings.model, DTYPES[settings.dtype])
     except (OSError, ValueError) as error:
         if settings.model is None:
             raise
-        reason = str(error).strip().splitlines()[0]
         raise DemoError(
-            f"--model {settings.model}: neither a model folder nor a hub id that loads ({reason})"
+            f"--model {settings.model}: neither a model folder nor a hub id that loads ({first_line(error)})"
         ) from error
     return model.to(settings.device), tokenizer
 
 
 def _check_length(model: Any, settings: DemoSettings) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    needed = settings.tokens + settings.new_tokens
-    check(limit is None or needed <= limit, f"--tokens {settings.tokens}: the model ends at {limit} positions")
+    if limit is not None and settings.tokens + settings.new_tokens > limit:
+        raise DemoError(
+            f"--tokens {settings.tokens}: the model ends at {limit} positions; with --new-tokens {settings.new_tokens} "
+            f"choose at most {limit - settings.new_tokens}"
+        )
 
 
 def _measure(model: Any, tokenizer: Any, prompt: Prompt, scheme: str, new_tokens: int, bar: tqdm) -> Row:

@@ -88,7 +88,9 @@ def _fill_in(parsed: argparse.Namespace) -> None:
     if parsed.command != "run":
         return
     if given.get("cache_requests"):
-        raise EvalError("--cache_requests: its cache does not know --metadata and would hand out other prompts")
+        raise EvalError(
+            "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
+        )
     if (limit := given.get("limit")) is not None and limit <= 0:
         raise EvalError(f"--limit {limit:g}: it must be above 0")
     settings: dict[str, Any] = {"chat_template": bool(given.get("apply_chat_template"))}

@@ -32,10 +32,11 @@ capacity, *all* with them. Differences are paired: to full precision, on the sam
 
 
 def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
-    """Write ``report.json``, ``report.md`` and pictures of the results in ``paths``; returns the files.
+    """Write ``report.json``, ``report.md`` and pictures of the results in ``paths`` into ``folder``; returns the files.
+    ``command`` is shown as what made them.
 
     Raises:
-        EvalError: see :func:`hf_kvquant.eval_results.load`.
+        EvalError: as ``hf_kvquant.eval_results.load`` raises.
         MissingPackageError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -55,7 +56,8 @@ def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
 
 
 def markdown(runs: Sequence[Run], command: str, pictures: Sequence[str]) -> str:
-    """The report as Markdown: settings, a table per task, recall by length and depth, pictures."""
+    """The report of ``runs`` as Markdown: ``command``, settings, a table per task, recall by length and depth, and the
+    files in ``pictures``."""
     lines = ["# Evaluation", "", f"`{command}`", "", *_settings_lines(runs), "", LEGEND, ""]
     if others := sorted({task for run in runs for task, rows in run.samples.items() if not rows}):
         lines += [f"Not compared, metrics of other kinds: {', '.join(others)} (see lm-eval's own table).", ""]
@@ -105,7 +107,8 @@ def _difference(run: Run, runs: Sequence[Run], task: str, metric: str) -> Estima
 
 
 def retrieval_table(runs: Sequence[Run], task: str) -> list[str]:
-    """Of one task with answers: the four metrics, and paired differences of two."""
+    """Rows of a table of one ``task`` with answers: the four metrics of ``runs``, and paired differences of two to
+    full precision."""
     head = ["cache", "true bits", "all bits", "documents", *(name.replace("_", " ") for name in RETRIEVAL)]
     head += ["answer nll, difference", "recall, difference"]
     rows = []
@@ -119,7 +122,7 @@ def retrieval_table(runs: Sequence[Run], task: str) -> list[str]:
 
 
 def cell_table(runs: Sequence[Run], task: str) -> list[str]:
-    """Recall of every scheme by length and depth."""
+    """Rows of a table of recall in ``task`` by length and depth, one of each of ``runs``."""
     every = list(dict.fromkeys(cell for run in runs for cell in cells(run, [task])))
     rows = []
     for run in (run for run in runs if run.samples.get(task)):
@@ -130,7 +133,8 @@ def cell_table(runs: Sequence[Run], task: str) -> list[str]:
 
 
 def text_table(runs: Sequence[Run], task: str) -> list[str]:
-    """Of running text: perplexity, bits per byte, and the paired difference of nll, also as percent of perplexity."""
+    """Rows of a table of one ``task`` of running text: perplexity and bits per byte of ``runs``, and the paired
+    difference of nll to full precision, in nats per token and as percent of perplexity."""
     head = [
         "cache",
         "true bits",

@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hf_kvquant.schemes import FULL_PRECISION, EvalError, as_json
+from hf_kvquant.spec import first_line
 
 RETRIEVAL = ("exact_match", "recall", "token_accuracy", "answer_nll")
 TEXT = ("nll", "bits_per_byte")
@@ -49,20 +50,28 @@ class Run:
 
     @property
     def key(self) -> str:
+        """One text for scheme and settings: results of equal keys are joined."""
         return as_json([self.scheme, self.settings])
 
     @property
     def true_bits(self) -> float:
+        """Bits per element of the longest cache, without window, sinks and unused capacity."""
         return self.held["true_bits_per_element"]
 
     def tasks(self, retrieval: bool) -> list[str]:
-        """Tasks of one sort: those with answers to find, or those of running text."""
+        """Tasks of one sort: with ``retrieval`` those with answers to find, else those of running text."""
         return [task for task, rows in self.samples.items() if rows and ("answer_nll" in rows[0]) == retrieval]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error (None from a single value)."""
+    """A mean.
+
+    Attributes:
+        mean: of the values.
+        error: its standard error; None from a single value.
+        count: number of values.
+    """
 
     mean: float
     error: float | None
@@ -70,12 +79,16 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Estimate:
+        """From at least one of ``values``, taken as independent."""
         values = list(values)
         return cls(fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None, len(values))
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """All runs in result files, folders of them, or reports written before; those of one scheme and setting joined.
+    """All runs in result files; those of one scheme and setting joined.
+
+    Args:
+        paths: result files of lm-eval, folders of them, or reports written before.
 
     Raises:
         EvalError: nothing found, a file that is none of ours, no logged samples, or two results for one document.
@@ -119,7 +132,7 @@ def _read(file: Path) -> list[Run]:
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise EvalError(f"{file}: not readable as JSON ({str(error).splitlines()[0]})") from error
+        raise EvalError(f"{file}: not readable as JSON ({first_line(error)}); leave it out, or run it again") from error
     try:
         if "runs" not in data:
             return [_of_results(file, data)]
@@ -128,11 +141,14 @@ def _read(file: Path) -> list[Run]:
             for each in data["runs"]
         ]
     except (AttributeError, KeyError, TypeError) as error:
-        raise EvalError(f"{file}: not a result of the model type hf-kvquant, nor a report of it") from error
+        raise EvalError(
+            f"{file}: not a result of the model type hf-kvquant, nor a report of it; leave it out"
+        ) from error
 
 
 def to_json(runs: Sequence[Run], command: str) -> str:
-    """What :func:`load` reads again: samples as tables, one document a line."""
+    """``runs`` and the ``command`` that shows them as the text of a report, which ``load`` reads again: samples as
+    tables, one document a line."""
     tables = [
         {
             "scheme": run.scheme,
@@ -230,12 +246,13 @@ def compared(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
 
 
 def estimate(run: Run, tasks: Iterable[str], metric: str, keep: Callable[[Row], bool] = lambda row: True) -> Estimate:
-    """Mean of a metric over the documents of some tasks."""
+    """Mean of ``metric`` over the documents of ``tasks`` in ``run`` that ``keep`` keeps (all)."""
     return Estimate.of(row[metric] for task in tasks for row in run.samples.get(task, []) if keep(row))
 
 
 def paired(run: Run, reference: Run, tasks: Iterable[str], metric: str) -> Estimate | None:
-    """Mean difference to ``reference`` on the documents that both have; None where there are none."""
+    """Mean difference in ``metric`` of ``run`` to ``reference``, on the documents of ``tasks`` that both have; None
+    where there are none."""
     differences = []
     for task in tasks:
         known = {_place(row): row[metric] for row in reference.samples.get(task, [])}
@@ -245,7 +262,7 @@ def paired(run: Run, reference: Run, tasks: Iterable[str], metric: str) -> Estim
 
 
 def cells(run: Run, tasks: Iterable[str]) -> dict[tuple[int, float], list[Row]]:
-    """Rows by (length, depth)."""
+    """Rows of ``tasks`` in ``run`` by (length in tokens, depth from 0 to 1)."""
     found: dict[tuple[int, float], list[Row]] = {}
     for task in tasks:
         for row in run.samples.get(task, []):

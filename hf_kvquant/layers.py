@@ -304,7 +304,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def set_padding(self, padding: list[int], fixed: bool = False) -> None:
         """Padded tokens per row; ``fixed`` means given by the user, not to be inferred again."""
-        if not self.rows:
+        if not self.length:
             self.rows = [RowState() for _ in padding]
         for row, count in zip(self.rows, padding, strict=True):
             if row.padding >= self.length - 1:

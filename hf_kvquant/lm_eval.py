@@ -45,7 +45,9 @@ class KVQuantLM(HFLM):
             "fp8" and so on (its QuantizedCache).
         residual_length: tokens of the exact window instead of the scheme's own.
         attach: True, False, or "auto" to attach where the scheme needs it; the model stays attached.
-        prefill, prefill_tail, score_chunk: where sequences are cut, see :class:`hf_kvquant.reading.ReadingPlan`.
+        prefill: "two-phase" (the haystack in one piece, then the tail in chunks) or "chunked".
+        prefill_tail: at least this many of a prompt's last tokens are read after the haystack.
+        score_chunk: tokens per piece; 1 is true decoding.
         prefix_cache_mib: most MiB of prefilled caches that are kept for requests with the same haystack.
         **options: all that HFLM takes. ``logits_cache`` is superseded: equal contexts share their prefill.
             ``softmax_dtype`` is float32 where it is not given.
@@ -82,7 +84,7 @@ class KVQuantLM(HFLM):
         self._load(pretrained, options)
         named = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
         if self.backend != "causal":
-            raise EvalError(f"pretrained={named}: not a causal language model, and only those are evaluated")
+            raise EvalError(f"pretrained={named}: it is no causal language model; name one")
         try:
             self.scheme.build(self.model.config)
         except ValueError as error:
@@ -108,7 +110,9 @@ class KVQuantLM(HFLM):
         try:
             super().__init__(source_of(pretrained) if isinstance(pretrained, str) else pretrained, **options)
         except TypeError as error:
-            raise EvalError(f"model_args: {first_line(error)}") from error
+            raise EvalError(
+                f"model_args: {first_line(error)}; give those of lm-eval's model type hf and of KVQuantLM alone"
+            ) from error
         except (OSError, ValueError) as error:
             raise EvalError(
                 f"pretrained={pretrained}: neither a model folder nor a hub id that loads ({first_line(error)})"
@@ -141,7 +145,10 @@ class KVQuantLM(HFLM):
         """The context that the model's length leaves room for; lm-eval cuts it on the left as well."""
         room = self.max_length + 1 - len(continuation)
         if room < 1:
-            raise EvalError(f"a continuation of {len(continuation)} tokens: the model ends at {self.max_length}")
+            raise EvalError(
+                f"a continuation of {len(continuation)} tokens: the model ends at max_length={self.max_length}; "
+                "shorten it"
+            )
         return context[-room:]
 
     def _model_generate(
@@ -149,8 +156,9 @@ class KVQuantLM(HFLM):
     ) -> torch.Tensor:
         """HFLM's generation, ``[1, T]`` ids to ``[1, T + new]``, with all of the context but its last piece read in
         beforehand."""
-        if generation_kwargs.get("num_beams", 1) != 1 or generation_kwargs.get("num_return_sequences", 1) != 1:
-            raise EvalError("num_beams and num_return_sequences: a request is one sequence; leave them at 1")
+        for name in ("num_beams", "num_return_sequences"):
+            if (value := generation_kwargs.get(name, 1)) != 1:
+                raise EvalError(f"{name}={value}: a request is one sequence; leave it at 1")
         if own := {"cache_implementation", "cache_config", "past_key_values", "cache", "use_cache"} & {
             *generation_kwargs
         }:
@@ -216,7 +224,8 @@ class KVQuantLM(HFLM):
         }
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take a response cache, with what was measured of its answers, unless it holds those of another scheme.
+        """Take the response cache of ``cache_hook``, with what was measured of its answers, unless they are those of
+        another scheme.
 
         Raises:
             EvalError: the file is another scheme's, or not marked as anyone's.

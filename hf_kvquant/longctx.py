@@ -243,7 +243,8 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source_of(name))
     except (OSError, ValueError, KeyError) as error:
-        raise EvalError(f"tokenizer={name}: no tokenizer there ({first_line(error)})") from error
+        reason = first_line(error)
+        raise EvalError(f"tokenizer={name}: no tokenizer there ({reason}); name a folder or a hub id") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -252,7 +253,8 @@ def model_length(name: str) -> int | None:
     try:
         config = AutoConfig.from_pretrained(source_of(name))
     except (OSError, ValueError) as error:
-        raise EvalError(f"pretrained={name}: no model configuration there ({first_line(error)})") from error
+        reason = first_line(error)
+        raise EvalError(f"pretrained={name}: no configuration there ({reason}); name a folder or a hub id") from error
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
@@ -261,4 +263,4 @@ def check_lengths(lengths: Sequence[int], limit: int | None, reply: int = 0) -> 
     beyond = [length for length in lengths if limit is not None and length + reply > limit]
     if beyond:
         kept = f", of which {reply} are kept for the reply" if reply else ""
-        raise EvalError(f"max_seq_lengths={beyond[0]}: the model ends at {limit} positions{kept}")
+        raise EvalError(f"max_seq_lengths={beyond[0]}: the model ends at {limit} positions{kept}; choose no more")

@@ -96,7 +96,10 @@ def tokenizer_name(settings: dict[str, Any]) -> str:
     """The tokenizer that prompts are measured with: ``tokenizer``, else that of ``pretrained``."""
     name = settings.get("tokenizer") or settings.get("pretrained")
     if not isinstance(name, str):
-        raise EvalError("no tokenizer: name one, --model_args pretrained=NAME or --metadata tokenizer=NAME")
+        raise EvalError(
+            f"tokenizer={name!r}: prompts are measured with one; name it, --model_args pretrained=NAME or --metadata "
+            "tokenizer=NAME"
+        )
     return name
 
 
@@ -128,7 +131,10 @@ class LongContextTask(ConfigurableTask):
         """lm-eval's, but for its request cache: its key knows neither lengths nor seed, so it would hand out the
         prompts of another grid. Notes the cells that this run has, those of other processes included."""
         if cache_requests:
-            raise EvalError(f"cache_requests: {self.config.task} depends on --metadata, which that cache does not know")
+            raise EvalError(
+                f"cache_requests: {self.config.task} depends on --metadata, which that cache does not know; leave it "
+                "out"
+            )
         reply = max((self.config.generation_kwargs or {}).get("max_gen_toks", 0), REPLY_TOKENS)
         check_lengths(self.dataset["test"]["length"], _limit(self.config.metadata or {}), reply)
         super().build_all_requests(limit=limit, samples=samples, cache_requests=False, **options)

@@ -20,17 +20,20 @@ from hf_kvquant.storage import TensorState
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer.
+    """Bytes of one layer; ``a + b`` adds two layers up.
 
     Attributes:
-        codes, scales, zeros: closed blocks in use (``scales`` include the block exponents).
+        codes: codes of closed blocks in use.
+        scales: their scales, block exponents included.
+        zeros: their zero points.
         tables: statistics per row, head and channel, and what is kept for them until they are frozen.
-        window, sinks: tokens in full precision.
+        window: newest tokens, in full precision.
+        sinks: first tokens, in full precision.
         unused: capacity not filled, and slots of closed blocks dropped by ``crop``.
         other: native layers (sliding, linear, ...), as transformers holds them.
-        elements: key and value elements of all tokens that the layer counts, padding included, as DynamicCache would
-            hold them.
-        packed_elements: those in closed blocks.
+        elements: number of key and value elements of all tokens that the layer counts, padding included, as
+            DynamicCache would hold them.
+        packed_elements: number of those in closed blocks.
         full_precision: bytes of ``elements`` in the delivered dtype (for native layers: their own bytes).
     """
 
@@ -48,6 +51,7 @@ class LayerMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of every storage of the layer."""
         parts = (self.codes, self.scales, self.zeros, self.tables, self.window, self.sinks, self.unused, self.other)
         return sum(parts)
 
@@ -58,14 +62,19 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per layer and in total; ``print`` shows a small table. ``rotary``: tables of cos and sin, shared by
-    layers."""
+    """Bytes per layer and in total; ``print`` shows a small table.
+
+    Attributes:
+        layers: one record per model layer.
+        rotary: bytes of the tables of cos and sin, shared by layers.
+    """
 
     layers: tuple[LayerMemory, ...]
     rotary: int = 0
 
     @property
     def sum(self) -> LayerMemory:
+        """All layers added up, without ``rotary``."""
         return sum(self.layers, LayerMemory())
 
     @property

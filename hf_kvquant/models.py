@@ -7,24 +7,33 @@ two seconds. It appears there by one rename, so an interrupted conversion leaves
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
+"""Name of the model that comes from a package."""
 GGUF_FILE = f"{SMOLLM2}.Q4_1.gguf"
 MAX_LENGTH = 8192
 
 
 class MissingPackageError(RuntimeError):
-    """A package that only the demo's model needs is missing; the message is the command that installs it, then why."""
+    """A package that only the demo's model or an evaluation needs is missing.
+
+    Args:
+        command: the line that installs it.
+        reason: what it is needed for.
+    """
 
     def __init__(self, command: str, reason: str) -> None:
         super().__init__(f"{command}\n{reason}")
@@ -38,7 +47,11 @@ def cache_dir() -> Path:
 
 
 def smollm2_dir() -> Path:
-    """Folder that holds SmolLM2-135M-Instruct in fp32; the first call converts it."""
+    """Folder that holds SmolLM2-135M-Instruct in fp32; the first call converts it, in about half a minute.
+
+    Raises:
+        MissingPackageError: the package that carries the model file, or the one that reads it, is not installed.
+    """
     target = cache_dir() / SMOLLM2
     if not target.is_dir():
         _convert(_gguf_folder(), target)
@@ -46,17 +59,58 @@ def smollm2_dir() -> Path:
 
 
 def source_of(name_or_path: str | Path) -> str:
-    """What transformers loads a model from: the converted folder for SmolLM2's name, else the name itself."""
+    """What transformers loads ``name_or_path`` from: the converted folder for SmolLM2's name, else the name itself.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+    """
     return str(smollm2_dir() if name_or_path == SMOLLM2 else name_or_path)
 
 
 def load_model(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer of a hub id or a folder; None: SmolLM2-135M-Instruct."""
+    """Model in eval mode and tokenizer.
+
+    Args:
+        name_or_path: hub id or folder; None: SmolLM2-135M-Instruct, which needs no hub.
+        dtype: of the weights.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+        OSError: no model there, as transformers raises it.
+    """
     source = source_of(SMOLLM2 if name_or_path is None else name_or_path)
     local = Path(source).is_dir()
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
     return model.eval(), tokenizer
+
+
+def load_here(name_or_path: str | Path | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Model and tokenizer of ``name_or_path`` as ``load_model`` gives them, on the best device there is and without a
+    progress bar: an accelerator, in bf16 unless ``dtype`` says otherwise, or else the CPU, in fp32.
+
+    Raises:
+        MissingPackageError: as ``smollm2_dir`` raises.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with quiet():
+        model, tokenizer = load_model(name_or_path, dtype or default)
+    return model.to(device), tokenizer
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' advice about generation settings and its own progress bars."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _gguf_folder() -> Path:

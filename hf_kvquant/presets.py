@@ -16,7 +16,12 @@ from hf_kvquant.spec import TensorSpec, invalid
 
 @dataclass(frozen=True)
 class Preset:
-    """A named configuration and one line on when to use it."""
+    """A named configuration.
+
+    Attributes:
+        config: what a cache of that name stores.
+        description: its true bits in closed blocks, and when to use it, in one line.
+    """
 
     config: KVQuantConfig
     description: str
@@ -105,12 +110,18 @@ PRESETS: dict[str, Preset] = {
         "3.0 bits in closed blocks: KIVI as published at 2-bit codes, for comparison",
     ),
 }
+"""Name -> preset: what ``QuantizedKVCache(config, name)`` and ``kv_cache=name`` take."""
 UNATTACHED_PRESETS = {name: preset for name, preset in PRESETS.items() if not preset.config.needs_attach}
+"""Those of ``PRESETS`` that need no attached model."""
 DEFAULT_PRESET, ATTACHED_DEFAULT = "k4v4", "cr4"
 
 
 def resolve(config: str | KVQuantConfig | None) -> KVQuantConfig:
-    """Preset name, configuration or None (the unattached default) -> configuration; ValueError names the presets."""
+    """The configuration that ``config`` stands for: a preset's name, a configuration, or None (the unattached default).
+
+    Raises:
+        ValueError: anything else; the message names the presets.
+    """
     if config is None:
         config = DEFAULT_PRESET
     if isinstance(config, KVQuantConfig):

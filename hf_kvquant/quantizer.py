@@ -149,8 +149,9 @@ def _decode_units(planes: tuple[torch.Tensor, ...], fmt: NumberFormat, out: torc
     """Raw codes (affine) or table entries as floats, tokens along -2; one pass per run, no tensor of codes in
     between."""
     plane, *higher = planes
-    if higher:
-        out.copy_(unpack(planes, fmt.bits, -2))
+    if higher or fmt.levels:
+        codes = unpack(planes, fmt.bits, -2)
+        out.copy_(fmt.decode(codes) if fmt.levels else codes)
         return
     if fmt.kind == "table":
         _decode_float8(plane, fmt, out)

@@ -70,7 +70,10 @@ def read_queries(
         RuntimeError: under torch.compile.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("attach: run the first tokens of a sequence before compiling, so that queries can be read")
+        raise RuntimeError(
+            f"attach: the queries of {type(module).__name__} cannot be read under torch.compile; run the first tokens "
+            "of a sequence, sinks and calibration_length, uncompiled"
+        )
     if not hasattr(module, "config"):
         return "the attention module has no configuration"
     twin = copy.copy(module)

@@ -35,6 +35,9 @@ class ReadingPlan:
         prefill: "two-phase" or "chunked".
         tail: at least this many of a prompt's last tokens are read against the cache, after the haystack.
         chunk: tokens per piece; 1 is true decoding.
+
+    Raises:
+        EvalError: another ``prefill``, or a ``tail`` or ``chunk`` that is no integer of at least 1.
     """
 
     prefill: str = TWO_PHASE
@@ -53,13 +56,14 @@ class ReadingPlan:
         return max(0, tokens - self.tail) // self.chunk * self.chunk
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Pieces of the tokens from ``start`` to ``stop``, cut at multiples of the chunk."""
+        """``(start, stop)`` of the pieces of the tokens from ``start`` to ``stop``, cut at multiples of the chunk."""
         while start < stop:
             end = min((start // self.chunk + 1) * self.chunk, stop)
             yield start, end
             start = end
 
     def haystack_pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """``(start, stop)`` of the pieces that a haystack of ``tokens`` is read in."""
         if self.prefill == CHUNKED:
             yield from self.pieces(0, tokens)
         elif tokens:
@@ -75,6 +79,9 @@ class Reader:
         plan: where sequences are cut.
         kept_nbytes: most bytes of prefilled caches that are kept for reuse.
         softmax_dtype: in which likelihoods are computed.
+
+    Attributes:
+        kept: prefilled caches by their tokens, those used longest ago first.
     """
 
     def __init__(
@@ -95,7 +102,8 @@ class Reader:
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def read(self, cache: Cache, ids: Sequence[int], start: int, stop: int, logits: int = 1) -> torch.Tensor:
-        """Feed the tokens from ``start`` to ``stop``; logits ``[logits, V]`` of the last of them."""
+        """Feed the tokens of ``ids`` from ``start`` to ``stop`` into ``cache``; logits ``[logits, V]`` of the last of
+        them."""
         tokens = torch.tensor([ids[start:stop]], device=self.model.device)
         options: dict[str, Any] = {"use_cache": True, self.argument: cache}
         if self.takes_logits_to_keep:
@@ -128,8 +136,8 @@ class Reader:
 
     @torch.no_grad()
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool, Cache]:
-        """Log-likelihood of ``continuation`` after ``context`` (at least one token), whether greedy decoding would say
-        the same, and the cache as it is then (the last token is not in it)."""
+        """Log-likelihood in nats of ``continuation`` after ``context`` (at least one token), whether greedy decoding
+        would say the same, and the cache as it is then (the last token is not in it)."""
         ids = [*context, *continuation][:-1]
         first = len(context) - 1  # its logits predict the continuation's first token
         cache, read = self.prefill(context)

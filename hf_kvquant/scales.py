@@ -44,8 +44,8 @@ class ScaleFormat:
     headroom: int | None = None
 
     def exponent(self, largest: torch.Tensor) -> torch.Tensor:
-        """``[...]`` finite magnitudes -> int8 exponents that bring them just below the largest stored value, with room
-        for rounding up twice."""
+        """int8 exponents, shaped as ``largest`` (finite magnitudes), that bring them just below the largest stored
+        value, with room for rounding up twice."""
         assert self.headroom is not None
         exponent = (torch.frexp(largest).exponent - self.headroom).clamp(*_EXPONENT_RANGE)
         if not self.steps:
@@ -55,7 +55,8 @@ class ScaleFormat:
         return torch.where(largest > 0, exponent.clamp(*_EXPONENT_RANGE), 0).to(torch.int8)
 
     def encode(self, scale: torch.Tensor, up: bool) -> torch.Tensor:
-        """fp32 scales, already divided by the block's power of two -> stored; to nearest, or never below."""
+        """What is stored of ``scale``, fp32 of any shape and already divided by the block's power of two: the nearest,
+        or with ``up`` the nearest that is not below."""
         assert self.dtype is not None
         if self.steps:
             bounds = _log_levels(self.steps, 0.0 if up else 0.5, scale.device)
@@ -68,8 +69,8 @@ class ScaleFormat:
         return (-round_down(-scale, self.dtype).float()).to(self.dtype) if up else scale.to(self.dtype)
 
     def decode(self, stored: torch.Tensor, computed: bool = False) -> torch.Tensor:
-        """Inverse of :meth:`encode`, fp32. ``computed``: logarithmic scales by an exponential instead of a table, which
-        compiled code can vectorize; the last bit may differ."""
+        """Inverse of ``encode``: fp32 scales of what is ``stored``. ``computed``: logarithmic scales by an exponential
+        instead of a table, which compiled code can vectorize; the last bit may differ."""
         if not self.steps:
             return stored.float()
         if computed:
@@ -92,7 +93,9 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         ScaleFormat("static", None),
     )
 }
+"""Name -> scale format: what ``TensorSpec.scale_format`` may name."""
 ZERO_FORMATS = ("fp16", "fp32", "int8")
+"""What ``TensorSpec.zero_format`` may name."""
 
 
 def _log_levels(steps: int, above: float, device: torch.device) -> torch.Tensor:

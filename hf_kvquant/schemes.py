@@ -24,11 +24,12 @@ from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import QuantizedLayer as GroupwiseLayer
 from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_available
 
-from hf_kvquant._compat import cache_argument
+from hf_kvquant import _compat
 from hf_kvquant.cache import QuantizedKVCache
 from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.memory import storage_nbytes, tensors_in
 from hf_kvquant.presets import PRESETS
+from hf_kvquant.spec import first_line
 
 FULL_PRECISION = "none"
 TRANSFORMERS = "transformers:"
@@ -67,14 +68,16 @@ class Scheme:
 
     @property
     def needs_attach(self) -> bool:
+        """Whether the model must be attached."""
         return self.config is not None and self.config.needs_attach
 
 
 def find_scheme(name: str, residual_length: int | None = None) -> Scheme:
-    """The scheme of a name: a preset, the path of a JSON file of a :class:`KVQuantConfig`, "none" for DynamicCache, or
-    "transformers:" with a backend of its QuantizedCache and bits ("transformers:quanto4", "transformers:fp8").
+    """A cache by its name.
 
     Args:
+        name: a preset, the path of a JSON file of a ``KVQuantConfig``, "none" for DynamicCache, or "transformers:" with
+            a backend of its QuantizedCache and bits ("transformers:quanto4", "transformers:fp8").
         residual_length: tokens of the exact window instead of the scheme's own; 0 quantizes everything but the sinks.
 
     Raises:
@@ -83,7 +86,7 @@ def find_scheme(name: str, residual_length: int | None = None) -> Scheme:
     if residual_length is not None and (type(residual_length) is not int or residual_length < 0):
         raise EvalError(f"residual_length={residual_length}: it must be an integer of at least 0")
     if residual_length is not None and name in (FULL_PRECISION, f"{TRANSFORMERS}fp8"):
-        raise EvalError(f"residual_length={residual_length}: kv_cache={name} has no window")
+        raise EvalError(f"residual_length={residual_length}: kv_cache={name} has no window; leave it out")
     if name == FULL_PRECISION:
         return Scheme(name, lambda config: DynamicCache(config=config), {"cache": "DynamicCache"})
     if name.startswith(TRANSFORMERS):
@@ -103,7 +106,7 @@ def _configuration(name: str) -> KVQuantConfig:
     try:
         return KVQuantConfig.from_json(Path(name).read_text())
     except (OSError, ValueError) as error:
-        raise EvalError(f"kv_cache={name}: {str(error).splitlines()[0]}") from error
+        raise EvalError(f"kv_cache={name}: {first_line(error)}") from error
 
 
 def _incumbent(name: str, residual_length: int | None) -> Scheme:
@@ -112,6 +115,8 @@ def _incumbent(name: str, residual_length: int | None) -> Scheme:
     if key not in _INCUMBENTS:
         raise EvalError(f"kv_cache={name}: unknown; after {TRANSFORMERS} choose from {', '.join(_INCUMBENTS)}")
     backend, options = _INCUMBENTS[key]
+    if backend == "fp8" and not _compat.has_fp8_cache():
+        raise EvalError(f"kv_cache={name}: this transformers has no fp8 cache; it came with 5.21")
     package, is_installed = _PACKAGES.get(backend, ("transformers", lambda: True))
     if not is_installed():
         raise EvalError(f"kv_cache={name}: a package is missing: pip install {package}")
@@ -143,10 +148,17 @@ def fork(cache: Cache) -> Cache:
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Bytes of every storage that a cache holds."""
+    """Bytes of every storage that ``cache`` holds, ours or transformers'."""
     if isinstance(cache, QuantizedKVCache):
         return cache.memory_report().total
     return storage_nbytes(_inner_tensors([vars(layer) for layer in cache.layers]))
+
+
+def elements_per_token(config: Any) -> int:
+    """Key and value elements that one token has in all layers of a model with this ``config``."""
+    text = config.get_text_config(decoder=True)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
 
 
 @torch.no_grad()
@@ -159,7 +171,7 @@ def elements_held(cache: Cache, model: Any) -> int:
         return sum(tensor.numel() for layer in cache.layers for tensor in _states(layer))
     one = DynamicCache(config=model.config)  # one token: those in a quantized cache are hidden in its backend's tensors
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model(input_ids=token, use_cache=True, **{cache_argument(model.forward): one})
+    model(input_ids=token, use_cache=True, **{_compat.cache_argument(model.forward): one})
     return cache.get_seq_length() * elements_held(one, model)
 
 
@@ -168,7 +180,7 @@ def _states(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def bits_held(cache: Cache, elements: int) -> dict[str, Any]:
-    """Bits per element of a filled cache that stands for ``elements`` key and value elements.
+    """Bits per element of a filled ``cache`` that stands for ``elements`` key and value elements.
 
     ``blocks``: codes, scales and zero points of closed blocks, over the elements in closed blocks; ``true``: the same
     with all tables that a format keeps per row, still without cos and sin; ``with_rotary``: with the tables of cos and
@@ -219,5 +231,5 @@ def _inner_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def as_json(identity: Any) -> str:
-    """One text for one identity, whatever the order of its fields."""
+    """One text for one ``identity``, whatever the order of its fields."""
     return json.dumps(identity, sort_keys=True)

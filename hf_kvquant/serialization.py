@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from hf_kvquant._compat import config_value
 from hf_kvquant.blocks import QuantizedBlocks
 from hf_kvquant.config import KVQuantConfig
+from hf_kvquant.formats import FORMATS
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.quantizer import quantize
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
@@ -124,6 +125,7 @@ def load(
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); save the cache again") from error
     _check_model(header["model"], model_facts(config), path)
+    _check_formats(header["quantization"], path)
     try:
         cache = cls(config, KVQuantConfig.from_dict(header["quantization"]))
         cache.padding_source, cache.is_default = header["padding_source"], bool(header["is_default"])
@@ -136,6 +138,24 @@ def load(
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(path, error) from error
     return cache
+
+
+def _check_formats(quantization: Any, path: str | os.PathLike[str]) -> None:
+    """Formats may be added at run time; one that was is missing in a process that has not added it yet."""
+    for name in _formats_in(quantization):
+        if name not in FORMATS:
+            raise ValueError(
+                f"{path} holds codes of the format {name!r}, which is not in FORMATS here; add it to "
+                "hf_kvquant.formats.FORMATS before loading, as it was when the cache was saved"
+            )
+
+
+def _formats_in(data: Any) -> Iterator[str]:
+    if isinstance(data, dict):
+        if isinstance(data.get("format"), str):
+            yield data["format"]
+        for each in data.values():
+            yield from _formats_in(each)
 
 
 def _damaged(path: str | os.PathLike[str], reason: object) -> ValueError:

@@ -83,8 +83,15 @@ class TensorSpec:
             ``format`` is the widest grid.
         scale: the scale of all elements, or one per key/value head, for ``scale_format="static"``.
 
-    Statistics of center, normalize and widths are frozen with a row's first closed block; see
-    :mod:`hf_kvquant.transforms`.
+    Statistics of center, normalize and widths are frozen with a row's first closed block.
+
+    Raises:
+        ValueError: a field that is not valid or does not go with another; the message names field, value and what is
+            allowed.
+
+    Source: ``axis`` from KIVI (Liu et al. 2024, arXiv 2402.02750, section 3); ``rotation`` from QuaRot (Ashkboos et al.
+    2024, arXiv 2404.00456); mid-rise grids from Max 1960, "Quantizing for minimum distortion"; ``center``
+    and ``widths`` for keys are this package's own.
     """
 
     format: str = "int4"
@@ -156,10 +163,12 @@ class TensorSpec:
         if self.widths is not None:
             self._check_widths()
         if self.widths and self.rotation:
-            raise invalid("rotation", self.rotation, "it mixes the channels that widths tell apart")
+            raise invalid("rotation", self.rotation, "it mixes the channels that widths tell apart; choose None")
         coded = (self.center, self.rotation, self.normalize, self.symmetric, self.scale_format != "fp16")
         if self.number_format.lossless and any(coded):
-            raise invalid("format", self.format, "ranges, scales, center, rotation and widths need a lossy format")
+            raise invalid(
+                "format", self.format, "scales, center, rotation and widths are for lossy formats; leave them out"
+            )
 
     def _check_widths(self) -> None:
         try:
@@ -187,7 +196,7 @@ class TensorSpec:
     def _check_static(self) -> None:
         if self.scale_format != "static":
             if self.scale is not None:
-                raise invalid("scale", self.scale, "it is only for scale_format='static'")
+                raise invalid("scale", self.scale, "it is only for scale_format='static'; choose None")
             return
         if not self.symmetric or self.axis not in ("head", "tensor"):
             raise invalid("scale_format", "static", "it needs symmetric codes and axis 'head' or 'tensor'")
@@ -198,10 +207,12 @@ class TensorSpec:
 
     @property
     def number_format(self) -> NumberFormat:
+        """What one code means."""
         return FORMATS[self.format]
 
     @property
     def has_zero(self) -> bool:
+        """Whether a zero point is stored beside each scale."""
         return not self.symmetric and not self.number_format.lossless
 
     @property
@@ -218,6 +229,7 @@ class TensorSpec:
 
     @property
     def tokens_per_group(self) -> int:
+        """Tokens that share a scale."""
         return 1 if self.axis == "token" else int(self.group_size or 1)
 
     def channels_per_group(self, head_dim: int) -> int:
@@ -230,8 +242,8 @@ class TensorSpec:
         return next(size for size in range(min(self.group_size, head_dim), 0, -1) if head_dim % size == 0)
 
     def segments(self, head_dim: int) -> tuple[tuple[NumberFormat, int, int], ...]:
-        """Number formats with the channels ``start .. stop`` they store, in stored order; channels of 0 bits in
-        none."""
+        """Number formats with the channels ``start .. stop`` of ``head_dim`` they store, in stored order; channels of
+        0 bits in none."""
         if self.widths is None:
             return ((self.number_format, 0, head_dim),)
         found, start, channels = [], 0, 0
@@ -245,6 +257,11 @@ class TensorSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "TensorSpec") -> TensorSpec:
+        """From the fields in ``data``; ``where`` names them in an error.
+
+        Raises:
+            ValueError: no mapping, an unknown field, or one that is not valid.
+        """
         return cls(**fields_from(cls, data, where))
 
 

@@ -99,7 +99,9 @@ class Centre:
 
     def fold_output(self, output: torch.Tensor) -> torch.Tensor:
         if self.rotary is not None:
-            raise ValueError("center='rope' is not valid for values: their mean is added once, not rotated per token")
+            raise ValueError(
+                "center='rope' is not valid for values: their mean is added once, not rotated per token; choose 'plain'"
+            )
         return output + self.mean[:, :, None]
 
 

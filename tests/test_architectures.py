@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant._compat import cache_argument
 from hf_kvquant.rotary import RotaryLayout
+from tests.tiny import BEFORE_5_24
 from tests.tolerances import TOLERANCES
 
 SMALL: dict[str, Any] = {
@@ -143,6 +144,8 @@ def difference(kind: str) -> tuple[float, QuantizedKVCache]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lossless_before_rope_equals_dynamic_cache(kind) -> None:
+    if kind == "sin before cos" and BEFORE_5_24:
+        pytest.skip("GPT-J rotates inside its attention module there, out of sight: test_attach.py")
     error, cache = difference(kind)
     assert error <= TOLERANCES["rotation_round_trip"]
     assert KINDS[kind][2] in cache.summary()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import agreement, common, decode, decode_summary, footprint
-from hf_kvquant import PRESETS
+from benchmarks import agreement, attention_step, bytes_per_token, common, decode, decode_summary, footprint
+from hf_kvquant import PRESETS, attach
 from tests.tiny import benchmark_config
 
 HEAD = {"benchmark", "date", "command", "machine", "versions", "settings", "skipped", "targets"}
@@ -130,3 +130,17 @@ def test_an_unknown_scheme_is_an_error(model: Any) -> None:
 def test_a_disturbed_cell_claims_nothing(cpu_per_wall: float, verdict: str) -> None:
     cell = dict.fromkeys(CELL) | {"scheme": "k4v4", "ratio_to_quanto": 1.0, "cpu_per_wall": cpu_per_wall}
     assert [t["verdict"] for t in decode_summary.check_targets([cell])] == [verdict]
+
+
+def test_bytes_per_token_count_what_full_caches_hold(model: Any, tmp_path: Path) -> None:
+    attached = LlamaForCausalLM(benchmark_config()).eval()
+    attach(attached)
+    path = tmp_path / "bytes.json"
+    names = ["dynamic", "none", "k4v4", "cr4"]
+    bytes_per_token.run(attention_step.Bench(model, attached, ()), names, [256, 512], path)
+    held = {(row["scheme"], row["tokens"]): row["bytes_per_token"] for row in json.loads(path.read_text())["rows"]}
+    assert set(held) == {(name, tokens) for name in names for tokens in (256, 512)}
+    assert held["dynamic", 256] == held["dynamic", 512] == held["none", 512] == 2 * 2 * 2 * 16 * 4
+    for name in ("k4v4", "cr4"):
+        assert held["dynamic", 512] > held[name, 256] > held[name, 512]
+    assert "| `cr4` |" in path.with_suffix(".md").read_text()

@@ -99,6 +99,14 @@ def test_bad_construction_and_layer_index() -> None:
         filled().update(states(), states(), 2)
 
 
+def test_set_padding_again_replaces_the_rows() -> None:
+    cache = QuantizedKVCache(LLAMA)
+    cache.set_padding(torch.tensor([[0, 1], [1, 1], [1, 1]]))
+    cache.set_padding(torch.tensor([[1, 1], [0, 1]]))
+    assert "left padding: set_padding, tokens per row [0, 1]" in cache.summary()
+    cache.update(states(), states(), 0)
+
+
 def test_set_padding_refuses_what_it_cannot_honour() -> None:
     cache = QuantizedKVCache(LLAMA)
     with pytest.raises(ValueError, match="attention_mask row 1 has zeros after ones: only left padding"):

@@ -16,7 +16,7 @@ from hf_kvquant.attention.codes import runs_of
 from hf_kvquant.attention.compiled import CompiledDecode
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.attention.plan import refusal
-from hf_kvquant.formats import FORMATS
+from hf_kvquant.formats import FORMATS, NumberFormat
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.past import Past
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
@@ -128,6 +128,11 @@ def test_every_format_gives_what_its_codes_stand_for(name) -> None:
 )
 def test_what_codes_cannot_serve_is_refused_with_the_reason(config, reason) -> None:
     assert refusal(past_with(config, SHAPES[0])[1]) == reason
+
+
+def test_formats_with_levels_of_their_own_are_refused(monkeypatch) -> None:
+    monkeypatch.setitem(FORMATS, "own", NumberFormat("own", 1, "table", levels=(-0.5, 1.0)))
+    assert refusal(past_with(both(TensorSpec("own", "token", 32)), SHAPES[0])[1]) == "a format with levels of its own"
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -7,11 +7,13 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from hf_kvquant.formats import FORMATS
+from hf_kvquant import QuantizedKVCache
+from hf_kvquant.formats import FORMATS, NumberFormat
+from tests import tiny
 
 AFFINE = [fmt for fmt in FORMATS.values() if fmt.kind == "affine" and not fmt.midrise]
 MIDRISE = [fmt for fmt in FORMATS.values() if fmt.midrise]
-TABLES = [fmt for fmt in FORMATS.values() if fmt.kind == "table"]
+TABLES = [fmt for fmt in FORMATS.values() if fmt.kind == "table" and fmt.dtype is not None]
 # name -> (bits, unit values of the codes in order), symmetric; the restricted range leaves the lowest code unused.
 SYMMETRIC_UNITS = {
     "int2": [-2, -1, 0, 1],
@@ -146,3 +148,58 @@ def distortion(step: float, bits: int) -> float:
         ends = [0.0 if math.isinf(x) else x * stats.norm.pdf(x) for x in (low, high)]
         total += (mass + ends[0] - ends[1]) - 2 * level * first + level**2 * mass
     return total
+
+
+# Bits -> uneven levels with no symmetry and none at zero.
+LEVELS = {bits: tuple(-1.0 + 0.1 * i + 0.02 * i**2 for i in range(2**bits)) for bits in (1, 2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_levels_are_looked_up_and_rounded_to_the_nearest(bits) -> None:
+    fmt = NumberFormat("own", bits, "table", levels=LEVELS[bits])
+    codes = all_codes(bits)
+    assert fmt.decode(codes).tolist() == pytest.approx(LEVELS[bits])
+    assert torch.equal(fmt.encode(fmt.decode(codes)), codes)
+    units = torch.linspace(-2, 30, 4001)
+    distance = (units[:, None] - torch.tensor(LEVELS[bits])).abs()
+    assert torch.allclose((fmt.nearest(units) - units).abs(), distance.amin(1), atol=1e-6)
+    assert fmt.unit_limit(True) == max(abs(level) for level in LEVELS[bits])
+    assert fmt.encode(torch.tensor([math.inf, -math.inf, math.nan])).tolist() == [
+        2**bits - 1,
+        0,
+        int(torch.tensor(LEVELS[bits]).abs().argmin()),
+    ]
+
+
+@pytest.mark.parametrize("levels", [(), (0.0, 1.0, 2.0), (0.0, 1.0, 1.0, 2.0), (3.0, 2.0, 1.0, 0.0)])
+def test_levels_that_are_none(levels) -> None:
+    with pytest.raises(ValueError, match=r"levels=.* is not valid: give 2\^bits = 4 increasing numbers"):
+        NumberFormat("own", 2, "table", levels=levels)
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_a_format_added_at_run_time_serves_a_cache(bits, axis, monkeypatch, tmp_path) -> None:
+    """Codes of the asked width, every element on a level of its group, decode steps like those over full tensors, and a
+    file that is only read where the format is known."""
+    monkeypatch.setitem(FORMATS, "own", NumberFormat("own", bits, "table", levels=LEVELS[bits]))
+    config = tiny.alike("own", axis, 32, residual=16, sinks=4, scale_format="fp32")
+    model, ids = tiny.load("llama"), tiny.prompt(1, 300)
+    outputs = []
+    for backend in ("auto", "full"):
+        cache = QuantizedKVCache(model.config, config, backend=backend)
+        tiny.forward(model, ids, cache)
+        outputs.append(tiny.forward(model, ids[:, :1], cache))
+    assert torch.equal(*outputs)
+    whole = cache.memory_report().sum
+    assert 8 * whole.codes == bits * whole.packed_elements
+    stored = cache.layers[0].values[0, 0, 4:36, 0] if axis == "channel" else cache.layers[0].values[0, 0, 4]
+    assert len(stored.unique()) <= 2**bits
+    cache.save(tmp_path / "own.safetensors")
+    again = QuantizedKVCache.load(tmp_path / "own.safetensors", model.config)
+    assert torch.equal(again.layers[0].keys, cache.layers[0].keys)
+    monkeypatch.delitem(FORMATS, "own")
+    with pytest.raises(
+        ValueError, match=r"own\.safetensors holds codes of the format 'own', which is not in FORMATS here; add it"
+    ):
+        QuantizedKVCache.load(tmp_path / "own.safetensors", model.config)

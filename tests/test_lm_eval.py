@@ -12,7 +12,8 @@ from lm_eval.api.model import CachingLM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_hqq_available
 
-from hf_kvquant import QuantizedKVCache
+from hf_kvquant import QuantizedKVCache, _compat
+from hf_kvquant._compat import has_fp8_cache
 from hf_kvquant.lm_eval import HFLM, KVQuantLM
 from hf_kvquant.past import PastTensor
 from hf_kvquant.reading import Reader, ReadingPlan
@@ -152,7 +153,9 @@ def test_logits_are_computed_where_they_are_needed(make: Any, model: Any) -> Non
         "none",
         "k2v2",
         "cm3",
-        "transformers:fp8",
+        pytest.param(
+            "transformers:fp8", marks=pytest.mark.skipif(not has_fp8_cache(), reason="transformers before 5.21")
+        ),
         pytest.param("transformers:hqq4", marks=pytest.mark.skipif(not is_hqq_available(), reason="needs hqq")),
     ],
 )
@@ -167,6 +170,12 @@ def test_shared_prefill_changes_nothing(make: Any, kv_cache: str) -> None:
     assert len(built) == 1
     assert got == alone.loglikelihood(requests, disable_tqdm=True)
     assert got[::-1] == shared.loglikelihood(requests[::-1], disable_tqdm=True)
+
+
+def test_an_older_transformers_has_no_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "has_fp8_cache", lambda: False)
+    with pytest.raises(EvalError, match="kv_cache=transformers:fp8: this transformers has no fp8 cache"):
+        find_scheme("transformers:fp8")
 
 
 def test_kept_caches_stay_within_their_bytes(make: Any) -> None:

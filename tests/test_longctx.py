@@ -188,7 +188,7 @@ def of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"samples_per_cell": 0}, r"samples_per_cell=\[0\]: expected a positive integer"),
         ({"data_seed": "x"}, r"data_seed=\['x'\]: expected an integer"),
         ({"chat_template": True}, "chat template: the tokenizer bytes has none"),
-        ({"tokenizer": None}, "no tokenizer: name one"),
+        ({"tokenizer": None}, "tokenizer=None: prompts are measured with one; name it"),
     ],
 )
 @pytest.mark.usefixtures("of_bytes")

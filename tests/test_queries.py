@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_kvquant import PRESETS, QuantizedKVCache, attach
 from hf_kvquant.attach import attention_modules
+from hf_kvquant.attention import interface
 from hf_kvquant.queries import read_queries
 from tests import tiny
 
@@ -62,6 +63,7 @@ def test_queries_are_those_of_the_attention(name) -> None:
     model = copy.deepcopy(tiny.load(name))
     model.set_attn_implementation("sdpa")
     cache = Asking(model.config)
+    interface.register()  # what attaching adds for good, once a process
     names, state = sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()), copy.deepcopy(model.config.to_dict())
     with attach(model), Spying(model) as seen:
         tiny.forward(model, tiny.prompt(2, 30), cache)

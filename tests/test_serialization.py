@@ -72,8 +72,8 @@ def test_recurrent_layers_survive(path) -> None:
     cache.update_recurrent_state(torch.randn(1, 2, 4, 4), 0)
     cache.save(path)
     again = QuantizedKVCache.load(path, config)
-    assert torch.equal(again.get_conv_state(0), cache.get_conv_state(0))  # pyright: ignore[reportArgumentType]
-    assert torch.equal(again.get_recurrent_state(0), cache.get_recurrent_state(0))  # pyright: ignore[reportArgumentType]
+    assert torch.equal(again.layers[0].conv_states[0], cache.layers[0].conv_states[0])
+    assert torch.equal(again.layers[0].recurrent_states[0], cache.layers[0].recurrent_states[0])
 
 
 def test_a_truncated_file(path) -> None:

@@ -35,8 +35,11 @@ def compiled(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`hf_kvquant.attention.reference.decode`, straight from the codes, one new token after the other; for
-    what :func:`hf_kvquant.attention.plan.refusal` does not refuse.
+    """As ``hf_kvquant.attention.reference.decode``, straight from the codes, one new token after the other; for what
+    ``hf_kvquant.attention.plan.refusal`` does not refuse.
+
+    ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are those of the reference, and so is what
+    is returned.
 
     Raises:
         CompilationError: torch.compile failed, or is switched off.
@@ -89,20 +92,26 @@ def _shared_masks(
 
 
 def automatic(*call: Any) -> torch.Tensor:
-    """:func:`compiled`, or the oracle where compiling fails, which a warning says once."""
+    """``compiled``, or the reference where compiling fails, which a warning says once; ``call`` are its arguments."""
     try:
         return compiled(*call)
     except CompilationError as error:
-        warnings.warn(f"{error}; decode steps read full tensors instead, slowly", stacklevel=2)
+        warnings.warn(f"{error}. Until then decode steps read full tensors, slowly", stacklevel=2)
         return reference.decode(*call)
 
 
 BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode, "auto": automatic}
+"""Name -> function with the signature of the reference: what ``attach(model, backend=name)`` takes, beside "full"."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend (or "full") and why it was chosen."""
+    """Which code decode steps run, and why.
+
+    Attributes:
+        name: a key of ``BACKENDS``, or "full": the model's own attention over full tensors.
+        reason: why it was chosen.
+    """
 
     name: str
     reason: str

@@ -107,7 +107,10 @@ class CompiledDecode:
             with _notice(plan):
                 return _compiled(plan, tensors)
         except Exception as error:  # whatever compilers raise
-            failure = CompilationError(f"decode attention cannot be compiled here: {first_line(error)[:200]}")
+            failure = CompilationError(
+                f"decode attention cannot be compiled here: {first_line(error)[:200]}; mend that, or choose "
+                "backend='full'"
+            )
             failure.__cause__ = error
             return failure
 
@@ -191,7 +194,7 @@ def _compiled(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step:
     with constants, distinct, torch.no_grad():
         torch.compile(own, backend=backend, fullgraph=True, dynamic=True)(*_examples(tensors))
     if not steps:
-        raise RuntimeError("torch.compile is switched off")
+        raise RuntimeError("torch.compile is switched off (TORCHDYNAMO_DISABLE or torch.compiler.set_stance)")
     return steps[0]
 
 

@@ -79,6 +79,8 @@ def refusal(past: Past) -> str:
         if key.spec.normalize or key.spec.rotation:
             return "keys before RoPE with channel scales or a Hadamard rotation"
     for state in (key, value):
+        if state.spec.number_format.levels:
+            return "a format with levels of its own"
         channels = past.recent[0 if state is key else 1][-1].shape[3]
         if state.spec.axis == "token" and channels // state.spec.channels_per_group(channels) > MAX_CHANNEL_GROUPS:
             return f"more than {MAX_CHANNEL_GROUPS} groups of channels per token"

@@ -15,12 +15,12 @@ def decode(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a few new tokens.
+    """Attention of a few new tokens: what every backend is held to.
 
     Args:
         query: ``[B, H, q, D]``, the newest q tokens of ``past``.
         past: keys and values of the layer, those of the new tokens included.
-        scaling: of the scores.
+        scaling: what the scores are multiplied by.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         mask: ``[B or 1, 1, q, T]``, bool (True: attend) or additive; None: everything up to the own token.
         auxiliary: ``[H]`` learned sinks, scores of a token without value.
