@@ -88,7 +88,9 @@ class KVQuantLM(HFLM):
         try:
             self.scheme.build(self.model.config)
         except ValueError as error:
-            raise EvalError(f"kv_cache={self.scheme.name}: not for pretrained={named} ({first_line(error)})") from error
+            raise EvalError(
+                f"kv_cache={self.scheme.name}: not for pretrained={named} ({first_line(error)}); choose another"
+            ) from error
         choice = attach_model(self.model).backend if self.attached else choose("auto", self.device)
         self.decode_attention = choice.name if self.scheme.config is not None else "full"
         self.reader = Reader(
@@ -253,7 +255,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in DTYPES:
         value = options.get(name)
         if isinstance(value, str) and value != "auto" and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise EvalError(f"{name}={value}: torch has no such dtype")
+            raise EvalError(f"{name}={value}: torch has no such dtype; choose float32, bfloat16 or float16")
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ def documents(
     check_lengths(grid.lengths, _limit(settings), REPLY_TOKENS)
     tokenizer = load_tokenizer(tokenizer_name(settings))
     if chat_template and not getattr(tokenizer, "chat_template", None):
-        raise EvalError(f"chat template: the tokenizer {tokenizer_name(settings)} has none")
+        raise EvalError(f"chat template: the tokenizer {tokenizer_name(settings)} has none; leave it out")
     counter = Counter(tokenizer, bool(chat_template))
     return {"test": Dataset.from_list(draw(kind, grid, counter))}
 
