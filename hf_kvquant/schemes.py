@@ -116,7 +116,9 @@ def _incumbent(name: str, residual_length: int | None) -> Scheme:
         raise EvalError(f"kv_cache={name}: unknown; after {TRANSFORMERS} choose from {', '.join(_INCUMBENTS)}")
     backend, options = _INCUMBENTS[key]
     if backend == "fp8" and not _compat.has_fp8_cache():
-        raise EvalError(f"kv_cache={name}: this transformers has no fp8 cache; it came with 5.21")
+        raise EvalError(
+            f"kv_cache={name}: this transformers has no fp8 cache; choose another, or install 5.21 or newer"
+        )
     package, is_installed = _PACKAGES.get(backend, ("transformers", lambda: True))
     if not is_installed():
         raise EvalError(f"kv_cache={name}: a package is missing: pip install {package}")
