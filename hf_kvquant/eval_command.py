@@ -83,7 +83,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         own = given.get("include_path") or []
         own = [own] if isinstance(own, str | Path) else own
         if missing := [path for path in own if not Path(path).is_dir()]:
-            raise EvalError(f"--include_path {missing[0]}: no such folder")
+            raise EvalError(f"--include_path {missing[0]}: no such folder; name another")
         parsed.include_path = [str(tasks_path()), *own]
     if parsed.command != "run":
         return
@@ -92,7 +92,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
             "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
         )
     if (limit := given.get("limit")) is not None and limit <= 0:
-        raise EvalError(f"--limit {limit:g}: it must be above 0")
+        raise EvalError(f"--limit {limit:g}: give one above 0")
     settings: dict[str, Any] = {"chat_template": bool(given.get("apply_chat_template"))}
     parsed.metadata = settings | _mapping(given.get("metadata"))
     parsed.model = given.get("model") or MODEL_TYPE
@@ -100,7 +100,7 @@ def _fill_in(parsed: argparse.Namespace) -> None:
         arguments = _mapping(given.get("model_args"))
         for name in ("device", "batch_size", "max_batch_size"):
             if name in arguments:
-                raise EvalError(f"model_args: {name} is an option of its own, --{name} {arguments[name]}")
+                raise EvalError(f"model_args: {name} is an option of its own; give --{name} {arguments[name]}")
         parsed.model_args = {"pretrained": SMOLLM2} | arguments
 
 

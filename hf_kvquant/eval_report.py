@@ -47,7 +47,9 @@ def make(paths: Sequence[Path], folder: Path, command: str) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EvalError(f"--output {folder}: not a folder that can be written ({error.strerror})") from error
+        raise EvalError(
+            f"--output {folder}: not a folder that can be written ({error.strerror}); name another"
+        ) from error
     pictures = draw(runs, folder)
     data, text = folder / REPORT, folder / "report.md"
     data.write_text(to_json(runs, command))
