@@ -112,7 +112,7 @@ def _given(parsed: argparse.Namespace) -> dict[str, Any]:
     try:
         written = EvaluatorConfig.load_yaml_config(file) if file else {}
     except (OSError, TypeError, ValueError) as error:
-        raise EvalError(f"--config {file}: {str(error).splitlines()[0]}") from error
+        raise EvalError(f"--config {file}: {str(error).splitlines()[0]}; name a YAML file") from error
     return written | {name: value for name, value in vars(parsed).items() if value or value == 0}
 
 

@@ -185,9 +185,7 @@ def _of_results(file: Path, data: dict[str, Any]) -> Run:
     }
     names = ("tokens", "cache_nbytes", "bits_per_element", "true_bits_per_element", "block_bits_per_element")
     if config["kv_tokens"] == 0:
-        raise EvalError(
-            f"{file}: nothing was read in that run, its answers came from --use_cache; report the first run"
-        )
+        raise EvalError(f"{file}: nothing was read in that run, its answers came from --use_cache; name the first run")
     held = {name: config[f"kv_{name}"] for name in names}
     run = Run(Path(config["kv_cache"]).stem, settings, held)
     stamp = file.stem.removeprefix("results_")

@@ -186,7 +186,7 @@ def test_one_scheme_alone_is_shown_without_differences(tmp_path: Path) -> None:
         (lambda folder: (folder / "results_now.json").write_text("[]"), "not a result of the model type hf-kvquant"),
         (lambda folder: (folder / "report.json").write_text('{"runs": [1]}'), "report.json: not a result of the model"),
         (lambda folder: (folder.parent / "out").write_text(""), "out: not a folder that can be written (File exists)"),
-        (lambda folder: change(folder, kv_tokens=0), "its answers came from --use_cache; report the first run"),
+        (lambda folder: change(folder, kv_tokens=0), "its answers came from --use_cache; name the first run"),
         (lambda folder: (folder / "samples_text_now.jsonl").unlink(), "no samples of text beside it; run with"),
     ],
 )
