@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,10 @@ from typing import Any
 from hf_kvquant.eval_register import MODEL_TYPE, register
 from hf_kvquant.models import SMOLLM2, MissingPackageError
 from hf_kvquant.schemes import EvalError
+from hf_kvquant.spec import first_line
 
+# Of our tasks (longctx_task.documents); others may read other names.
+_METADATA = ("max_seq_lengths", "depths", "samples_per_cell", "data_seed", "tokenizer")
 # What lm-eval says of a request that it cannot run, where it raises instead of exiting.
 _REFUSALS = (
     "Attempted to load model",
@@ -92,16 +96,26 @@ def _fill_in(parsed: argparse.Namespace) -> None:
             "--cache_requests: its cache does not know --metadata and would hand out other prompts; leave it out"
         )
     if (limit := given.get("limit")) is not None and limit <= 0:
-        raise EvalError(f"--limit {limit:g}: it must be above 0")
+        raise EvalError(f"--limit {limit:g}: give one above 0")
     settings: dict[str, Any] = {"chat_template": bool(given.get("apply_chat_template"))}
-    parsed.metadata = settings | _mapping(given.get("metadata"))
+    named = _mapping(given.get("metadata"))
+    _refuse_near_misses(named)
+    parsed.metadata = settings | named
     parsed.model = given.get("model") or MODEL_TYPE
     if parsed.model == MODEL_TYPE:
         arguments = _mapping(given.get("model_args"))
         for name in ("device", "batch_size", "max_batch_size"):
             if name in arguments:
-                raise EvalError(f"model_args: {name} is an option of its own; write --{name} {arguments[name]}")
+                raise EvalError(f"model_args: {name} is an option of its own; give --{name} {arguments[name]}")
         parsed.model_args = {"pretrained": SMOLLM2} | arguments
+
+
+def _refuse_near_misses(metadata: dict[str, Any]) -> None:
+    """lm-eval hands any name on, and a mistyped one would run the default grid without a word."""
+    for name in metadata:
+        close = difflib.get_close_matches(name, _METADATA, n=1, cutoff=0.85)
+        if close and close[0] != name:
+            raise EvalError(f"--metadata {name}={metadata[name]}: no task reads that; write {close[0]}")
 
 
 def _given(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def _given(parsed: argparse.Namespace) -> dict[str, Any]:
     try:
         written = EvaluatorConfig.load_yaml_config(file) if file else {}
     except (OSError, TypeError, ValueError) as error:
-        raise EvalError(f"--config {file}: {str(error).splitlines()[0]}; name a YAML file") from error
+        raise EvalError(f"--config {file}: {first_line(error)}; name a YAML file") from error
     return written | {name: value for name, value in vars(parsed).items() if value or value == 0}
 
 

@@ -159,7 +159,14 @@ def _evaluation_cells(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- docs/speed.md
 
-STEPS = [("float32", 512), ("float32", 2048), ("float32", 8192), ("float32", 16384), ("bfloat16", 8192), ("bfloat16", 16384)]
+STEPS = [
+    ("float32", 512),
+    ("float32", 2048),
+    ("float32", 8192),
+    ("float32", 16384),
+    ("bfloat16", 8192),
+    ("bfloat16", 16384),
+]
 STEP_SCHEMES = "static transformers-quanto4 transformers-hqq4 k4v4 attached-cr4 attached-cm2"
 
 

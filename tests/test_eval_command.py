@@ -144,6 +144,10 @@ def test_settings_of_a_config_file_count(folder: Path, tmp_path: Path) -> None:
         (["--gen_kwargs", "max_gen_toks=2500"], "max_seq_lengths=800: the model ends at 3000 positions, of which 2500"),
         (["--model_args", "device=cpu"], "model_args: device is an option of its own; give --device cpu"),
         (["--include_path", "./no/such"], "--include_path ./no/such: no such folder"),
+        (
+            ["--metadata", "max_seq_length=600"],
+            "--metadata max_seq_length=600: no task reads that; write max_seq_lengths",
+        ),
         (["--limit", "0"], "--limit 0: give one above 0"),
         (["--config", "./no/such.yaml"], "--config ./no/such.yaml: Config file not found"),
         (["--model", "nothing"], "Attempted to load model 'nothing', but no model for this name found"),

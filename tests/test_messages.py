@@ -29,7 +29,6 @@ WITHOUT_NEXT = {
     "with a rotary table of": "the same",
     "cannot be written: {}": "the words of the system, which name the cause",
     "kv_cache={}: {}": "the words of a configuration error, which say what is allowed",
-    "--config {}: {}": "the words of lm-eval or the system, which name the cause",
     "config={} is not valid: {}": "one of two hints that begin with 'pass'",
     "has format_version={}": "one of two cures",
 }
