@@ -48,6 +48,9 @@ class Run:
     samples: dict[str, list[Row]] = field(default_factory=dict)
     label: str = ""
 
+    def __post_init__(self) -> None:
+        self.label = self.label or self.scheme
+
     @property
     def key(self) -> str:
         """One text for scheme and settings: results of equal keys are joined."""
@@ -115,7 +118,8 @@ def _tell_apart(runs: Sequence[Run]) -> None:
         differing = [name for name in same[0].settings if len({str(run.settings.get(name)) for run in same}) > 1]
         for run in same:
             named = ", ".join(f"{name} {run.settings.get(name)}" for name in differing)
-            run.label = f"{scheme} ({named})" if named else scheme
+            if named:
+                run.label = f"{scheme} ({named})"
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

@@ -42,7 +42,11 @@ def line(*cells: str) -> str:
 # ---------------------------------------------------------------- presets, the table of README
 
 PRESET_ROWS = (CONTROL, *"int8 fp8 kivi4 k4v4 k4v4-pre kvquant-like".split())
-PRESET_ROWS += ("transformers-quanto4", "transformers-hqq4", *"cm4 cr4 k4v2 k3v3-pre cm3 kivi2 k2v2 cm2".split())
+PRESET_ROWS += (
+    "transformers-quanto4",
+    "transformers-hqq4",
+    *"cm4 cr4 k4v2 k3v3-pre cm3 kivi2 k2v2 k2v2-pre cm2".split(),
+)
 STEP_LENGTHS, BYTES_TOKENS = (512, 8192, 16384), 8192
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.attention import backends, reference
+from hf_kvquant.attention import backends, compiled, reference
 from hf_kvquant.attention.codes import runs_of
 from hf_kvquant.attention.compiled import CompiledDecode
 from hf_kvquant.attention.decode import decode
@@ -205,6 +205,16 @@ def test_compiled_equals_uncompiled_and_compiles_once(name) -> None:
         right = reference.decode(query, past, *options)
         assert relative_error(with_run(run, query, past, options), right) <= TOLERANCES["attention_fp32"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compilation_is_told_in_one_line_and_once(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(compiled, "_compiled", lambda plan, tensors: lambda given: torch.zeros(1, 1, 2, 64))
+    run = CompiledDecode()
+    query, past = past_with(CONFIGS["k4v4"], (1, 1, 2, 64, 300))
+    for _ in range(2):
+        with_run(run, query, past, (0.125, 0.0, None, None))
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["hf-kvquant: compiling decode attention (int4 keys, int4 values), kept on disk"]
 
 
 def test_compiled_short_and_run_long() -> None:

@@ -39,6 +39,10 @@ def texts(cell: Any) -> list[str]:
     return ["".join(each) for each in plain]
 
 
+def tables(cell: Any) -> list[str]:
+    return ["".join(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs]
+
+
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def path(request: pytest.FixtureRequest) -> Path:
     return request.param
@@ -58,6 +62,7 @@ def test_committed_outputs_are_clean(path: Path) -> None:
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not [kind for cell in cells for kind in kinds(cell) if kind in ("stderr", "error")]
     assert not [text for cell in cells for text in texts(cell) if MACHINE_PATH.search(text)]
+    assert not [text for cell in cells for text in tables(cell) if "``" in text], "a name is missing"
     assert cleaned(committed(path), path.name) == notebook
     assert path.stat().st_size < LARGEST
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_kvquant import KVQuantConfig, LayerOverride, QuantizedKVCache, TensorSpec, attach, cli, eval_command, models
 from hf_kvquant.attention import backends
+from hf_kvquant.tiny_configs import tiny_config
 from tests import evaluation, tiny
 from tests.readme_tables import ROOT
 
@@ -20,9 +22,21 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def saved(folder: Path, family: str) -> Path:
+    """A folder with a tiny model of a family and a tokenizer of bytes; it has no token that ends a text."""
+    config = tiny_config(family)
+    config.update({"vocab_size": 257, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    evaluation.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_neox"])
+def test_python_blocks_run(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = evaluation.save(tmp_path / "model")
+    folder = saved(tmp_path / "model", family)
     namespace: dict[str, Any] = {}
     assert BLOCKS[0].count(NAME) == 1
     for block in BLOCKS:

@@ -13,7 +13,8 @@ import pytest
 from hf_kvquant import cli
 from tests.readme_tables import ROOT
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "eval/README.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS += ["benchmarks/README.md", "eval/README.md", "notebooks/README.md"]
 DOCUMENTS += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -51,7 +52,7 @@ def help_of(command: str) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_exist(document: str) -> None:
     text = (ROOT / document).read_text()
-    paths = set(re.findall(r"`((?:benchmarks|tests|eval|hf_kvquant|docs)/[\w./-]+)`", text))
+    paths = set(re.findall(r"`((?:benchmarks|tests|eval|hf_kvquant|docs|notebooks)/[\w./-]+)`", text))
     paths |= set(re.findall(r"\]\(([\w./-]+)\)", text))
     beside = (ROOT / document).parent
     assert not [path for path in paths if not (ROOT / path).exists() and not (beside / path).exists()]
