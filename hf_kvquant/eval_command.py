@@ -51,7 +51,8 @@ def run(arguments: Sequence[str]) -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingPackageError(
-            "pip install 'hf-kvquant[eval]'", "This extra brings lm-eval, the harness that runs evaluations."
+            "pip install 'lm_eval[hf]>=0.4.13' datasets matplotlib",
+            "lm-eval is the harness that runs evaluations; the extra eval of this package brings the same.",
         )
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging

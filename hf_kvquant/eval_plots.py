@@ -78,6 +78,8 @@ def draw_bits(runs: Sequence[Run], path: Path) -> Path:
     """Answer nll (its paired difference to full precision where there is one) and recall, against true bits."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
+    left.set_title("Likelihood of the answers")
+    right.set_title("Answers found")
     pairs = compared(runs)
     if pairs:
         _against_bits(left, [(run, paired(run, reference, run.tasks(True), "answer_nll")) for run, reference in pairs])
@@ -115,7 +117,8 @@ def draw_perplexity(pairs: Sequence[tuple[Run, Run]], path: Path) -> Path:
             _point(axes, run, _percent(text), (found.mean, found.error))
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.axvline(0, color="gray", linewidth=0.8)
-    axes.set(xlabel="perplexity, change in %", ylabel="recall, difference to full precision")
+    title = "Recall against perplexity"
+    axes.set(title=title, xlabel="perplexity, change in %", ylabel="recall, difference to full precision")
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.grid(alpha=0.3)

@@ -123,7 +123,7 @@ def _gguf_folder() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
             "pip install gguf",
-            "This package reads the demo model's file; it also comes with the extra hf-kvquant[demo].",
+            "This package reads the demo model's file; the extra demo of this package brings the same.",
         )
     return Path(package.origin).parent
 

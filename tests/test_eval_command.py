@@ -184,7 +184,7 @@ def test_missing_lm_eval_prints_the_line_that_installs_it(
         eval_command.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name)
     )
     assert cli.main(["eval", "--tasks", "kvq_copy"]) == 1
-    assert capsys.readouterr().out.splitlines()[0] == "pip install 'hf-kvquant[eval]'"
+    assert capsys.readouterr().out.splitlines()[0] == "pip install 'lm_eval[hf]>=0.4.13' datasets matplotlib"
 
 
 def test_lm_eval_explains_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:

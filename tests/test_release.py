@@ -33,3 +33,5 @@ def test_floor_and_pin_are_what_is_tested() -> None:
     (floor,) = re.findall(r'"transformers>=([\d.]+),<6"', PROJECT)
     oldest = (ROOT / "constraints-oldest.txt").read_text()
     assert re.search(rf"^transformers=={floor}\.0$", oldest, re.M)
+    (pin,) = re.findall(r"^transformers==([\d.]+);", (ROOT / "constraints.txt").read_text(), re.M)
+    assert f"Transformers {floor}.0 and {pin} are tested" in (ROOT / "README.md").read_text()
