@@ -232,7 +232,7 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: no module in it takes a cache, or there is no such backend.
+        ValueError: no module in it takes a cache, there is no such backend, or the model is attached with another.
         RuntimeError: the backend asked for cannot run here.
 
     Source: pre-RoPE keys as in KVQuant (Hooper et al. 2024, arXiv 2401.18079, section 3.2).
@@ -251,4 +251,21 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
         warnings.warn(
             f"decode attention reads full tensors: {choice.reason}; install one, or say backend='full'", stacklevel=2
         )
+    in_force = "full" if choice.name == "full" else backend
+    for module in modules:
+        held = _backend_in_force(module)
+        if held not in ("", in_force):
+            raise ValueError(
+                f"backend={backend!r} is not valid: the model is attached with backend={held!r} already; detach that "
+                "handle first, or ask for the same"
+            )
     return AttachHandle(modules, choice, backend)
+
+
+def _backend_in_force(module: torch.nn.Module) -> str:
+    """How an attached module attends; empty where it is not attached, or cannot attend to codes."""
+    attached = any(isinstance(hook, _CaptureHook) for hook in module._forward_pre_hooks.values())
+    if not attached or interface.obstacle(module):
+        return ""
+    name = interface.parse(attention_of(module))
+    return "full" if name is None else name[0]

@@ -7,6 +7,7 @@ saves little and their update rules are the model's own. ``summary()`` says whic
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from typing import Any
@@ -22,8 +23,9 @@ from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.memory import MemoryReport, layer_memory, storage_nbytes, tensors_in
 from hf_kvquant.presets import ATTACHED_DEFAULT, DEFAULT_PRESET, resolve
 from hf_kvquant.rotary import NO_ROPE, Pending, RotaryTables
-from hf_kvquant.spec import TensorSpec, check_choice, invalid
+from hf_kvquant.spec import check_choice, invalid
 from hf_kvquant.storage import storing
+from hf_kvquant.summary import format_text, layer_text
 
 # Decode steps read codes from this length on: a shorter past is not worth a compilation. Up to this many new tokens:
 # each is a pass over the codes.
@@ -106,7 +108,7 @@ class QuantizedKVCache(Cache):
 
     def __repr__(self) -> str:
         size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
-        return f"{type(self).__name__}({size}, {_spec_text(self.quantization)})"
+        return f"{type(self).__name__}({size}, {format_text(self.quantization)})"
 
     # ---------------------------------------------------------------- update and padding
 
@@ -270,6 +272,13 @@ class QuantizedKVCache(Cache):
                 layer.set_padding(counts, fixed=True)
         self.padding_source = "set_padding"
 
+    @storing
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedKVCache:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
     def reset(self) -> None:
         """Empty every layer, keeping the objects."""
         super().reset()
@@ -295,6 +304,7 @@ class QuantizedKVCache(Cache):
         super().crop(-removed)
         self.rotary.crop(removed)
 
+    @storing
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of every layer, in that order; codes are moved, never computed again.
 
@@ -307,11 +317,13 @@ class QuantizedKVCache(Cache):
         super().batch_select_indices(indices)
         self.rotary.select(lambda rows: torch.arange(rows)[indices])
 
+    @storing
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, as neighbours."""
         super().batch_repeat_interleave(repeats)
         self.rotary.select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
 
+    @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes row ``beam_idx[i]`` of every layer (beam search); ``beam_idx`` is ``[B]``."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
@@ -330,6 +342,7 @@ class QuantizedKVCache(Cache):
 
     # ---------------------------------------------------------------- resources
 
+    @storing
     def to(self, device: torch.device | str) -> QuantizedKVCache:
         """Move everything held to ``device`` and return the same cache; later updates must arrive there."""
         for layer in self.layers:
@@ -347,7 +360,7 @@ class QuantizedKVCache(Cache):
         size = f"{len(self.layers)} layers, {self.get_seq_length()} tokens"
         lines = [f"{type(self).__name__}: {size}; {self._choice_text()}left padding: {self._padding_text()}"]
         start = 0
-        texts = [_layer_text(layer) for layer in self.layers]
+        texts = [layer_text(layer) for layer in self.layers]
         for index, text in enumerate(texts):
             if index + 1 == len(texts) or texts[index + 1] != text:
                 lines.append(f"layers {start}-{index}: {text}" if index > start else f"layer {index}: {text}")
@@ -402,47 +415,3 @@ class QuantizedKVCache(Cache):
             FileNotFoundError: ``path`` is no file.
         """
         return serialization.load(cls, path, config, device)
-
-
-def _spec_text(config: KVQuantConfig) -> str:
-    return (
-        f"keys {_tensor_text(config.key)}, values {_tensor_text(config.value)}; window {config.residual_length}, "
-        f"sinks {config.sink_length}, blocks of {config.block_length} tokens"
-    )
-
-
-def _tensor_text(spec: TensorSpec) -> str:
-    if spec.number_format.lossless:
-        return "in full precision"
-    unit = "channels" if spec.axis == "token" else "tokens"
-    over = "the whole head" if spec.group_size is None else f"{spec.group_size} {unit}"
-    kind = " (symmetric)" if spec.symmetric and not spec.number_format.midrise else ""
-    widths = "+".join(f"{channels}x{bits}" for bits, channels in spec.widths or ())
-    name = f"{widths} bits of 64 channels," if widths else spec.format
-    steps = [f"{spec.center} centre"] if spec.center else []
-    steps += ["channel deviations"] if spec.normalize else []
-    steps += ["hadamard"] if spec.rotation else []
-    prefix = f"{', '.join(steps)}, " if steps else ""
-    return f"{prefix}{name} per {spec.axis} over {over}{kind}, {spec.scale_format} scales"
-
-
-def _rotation_text(layer: QuantizedLayer) -> str:
-    """Where the blocks stand to RoPE, what is known of it, and which statistics lack queries."""
-    config = layer.config
-    if not config.pre_rope and config.key.center != "rope":
-        return "after RoPE"
-    place = "before RoPE" if config.pre_rope else "after RoPE"
-    if layer.rotary is not None:
-        layout = layer.rotary.layout
-        text = f"{place} ({layout.pairs} {layout.pairing} pairs at channel {layout.offset} of the {layout.slot}s)"
-    elif not layer.length:
-        text = f"{place} (layout not seen yet)"
-    else:
-        text = f"after RoPE ({layer.rotary_reason})"
-    return text + (f", statistics without queries ({layer.energies.reason})" if layer.energies.reason else "")
-
-
-def _layer_text(layer: Any) -> str:
-    if isinstance(layer, QuantizedLayer):
-        return f"quantized {_rotation_text(layer)}, {_spec_text(layer.config)}"
-    return f"native {type(layer).__name__}: not plain full attention, kept as transformers holds it"

@@ -16,9 +16,14 @@ To add a format, add one entry to ``FORMATS``; tests run over the registry. An e
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
+
+from hf_kvquant.packing import PLANE_WIDTHS
+
+KINDS = ("none", "affine", "table")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class NumberFormat:
         midrise: levels at odd multiples of half a step.
 
     Raises:
-        ValueError: a table without a float behind it whose ``levels`` are not 2^bits increasing numbers.
+        ValueError: an unknown ``kind``, ``bits`` that no planes hold, or a table without a float behind it whose
+            ``levels`` are not 2^bits finite increasing numbers.
 
     Source: integers as in KIVI (Liu et al. 2024, arXiv 2402.02750); 8-bit floats from Micikevicius et al.
     2022, arXiv 2209.05433, table 1; mid-rise steps from Max 1960, "Quantizing for minimum distortion", table II.
@@ -50,11 +56,19 @@ class NumberFormat:
     levels: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is not valid: choose one of {', '.join(KINDS)}")
+        if self.kind != "none" and self.bits not in PLANE_WIDTHS:
+            raise ValueError(f"bits={self.bits!r} is not valid: choose one of {', '.join(map(str, PLANE_WIDTHS))}")
         if self.kind != "table" or self.dtype is not None:
             return
-        object.__setattr__(self, "levels", tuple(map(float, self.levels)))
-        if len(self.levels) != 2**self.bits or any(b <= a for a, b in itertools.pairwise(self.levels)):
-            raise ValueError(f"levels={self.levels} is not valid: give 2^bits = {2**self.bits} increasing numbers")
+        object.__setattr__(self, "levels", tuple(self.levels))
+        numbers = all(isinstance(each, int | float) and math.isfinite(each) for each in self.levels)
+        increasing = numbers and all(a < b for a, b in itertools.pairwise(self.levels))
+        if len(self.levels) != 2**self.bits or not increasing:
+            raise ValueError(
+                f"levels={self.levels} is not valid: give 2^bits = {2**self.bits} finite increasing numbers"
+            )
 
     @property
     def lossless(self) -> bool:

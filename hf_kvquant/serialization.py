@@ -31,7 +31,7 @@ from hf_kvquant.formats import FORMATS
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.quantizer import quantize
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
-from hf_kvquant.storage import RowState, TensorState
+from hf_kvquant.storage import RowState, TensorState, storing
 from hf_kvquant.transforms import Tables, calibrate
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _check_complete(cache: QuantizedKVCache) -> None:
         )
 
 
+@storing
 def load(
     cls: type[QuantizedKVCache], path: str | os.PathLike[str], config: PreTrainedConfig, device: torch.device | str
 ) -> QuantizedKVCache:

@@ -174,13 +174,26 @@ def test_lossless_caches_keep_the_bits_of_full_tensors(steps) -> None:
 def test_no_trace_is_left(steps) -> None:
     model = copy.deepcopy(load("llama"))
     before = model.config._attn_implementation
-    first = attach(model, "compiled")
-    second = attach(model, "reference")
+    first, second = (attach(model, "reference") for _ in range(2))
     assert model.config._attn_implementation == "hf_kvquant_reference_sdpa"
     first.detach()
     assert model.config._attn_implementation == "hf_kvquant_reference_sdpa"
     second.detach()
     assert model.config._attn_implementation == before == "sdpa"
+
+
+@pytest.mark.parametrize(("held", "asked"), [("auto", "full"), ("full", "reference"), ("compiled", "reference")])
+def test_one_backend_at_a_time(held, asked) -> None:
+    """A second handle could not say what runs, nor the first, once the other is gone."""
+    model = copy.deepcopy(load("llama"))
+    with attach(model, held):
+        before = model.config._attn_implementation
+        with pytest.raises(
+            ValueError, match=f"backend='{asked}' is not valid: .* attached with backend='{held}' already"
+        ):
+            attach(model, asked)
+        assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_implementation_chosen_later_is_kept() -> None:

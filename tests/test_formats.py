@@ -10,6 +10,7 @@ from scipy import optimize, stats
 from hf_kvquant import QuantizedKVCache
 from hf_kvquant.formats import FORMATS, NumberFormat
 from tests import tiny
+from tests.tolerances import TOLERANCES
 
 AFFINE = [fmt for fmt in FORMATS.values() if fmt.kind == "affine" and not fmt.midrise]
 MIDRISE = [fmt for fmt in FORMATS.values() if fmt.midrise]
@@ -171,10 +172,43 @@ def test_levels_are_looked_up_and_rounded_to_the_nearest(bits) -> None:
     ]
 
 
-@pytest.mark.parametrize("levels", [(), (0.0, 1.0, 2.0), (0.0, 1.0, 1.0, 2.0), (3.0, 2.0, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        (),
+        (0.0, 1.0, 2.0),
+        (0.0, 1.0, 1.0, 2.0),
+        (3.0, 2.0, 1.0, 0.0),
+        (0.0, 1.0, 2.0, math.nan),
+        (-math.inf, 0.0, 1.0, 2.0),
+        ("a", "b", "c", "d"),
+    ],
+)
 def test_levels_that_are_none(levels) -> None:
-    with pytest.raises(ValueError, match=r"levels=.* is not valid: give 2\^bits = 4 increasing numbers"):
+    with pytest.raises(ValueError, match=r"levels=.* is not valid: give 2\^bits = 4 finite increasing numbers"):
         NumberFormat("own", 2, "table", levels=levels)
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "message"), [(4, "tabel", "kind='tabel'"), (7, "affine", "bits=7"), (0, "table", "bits=0")]
+)
+def test_formats_that_are_none(bits, kind, message) -> None:
+    with pytest.raises(ValueError, match=f"{message} is not valid: choose one of"):
+        NumberFormat("own", bits, kind)
+
+
+def test_a_format_added_anew_is_read_with_its_new_levels(monkeypatch) -> None:
+    """Decode attention is compiled for what a name stands for, not for the name."""
+    model, ids = tiny.load("llama"), tiny.prompt(1, 300)
+    for step in (0.3, 0.6):
+        monkeypatch.setitem(FORMATS, "own", NumberFormat("own", 4, "affine", step=step, midrise=True))
+        config = tiny.alike("own", "token", 16, residual=16, sinks=4)
+        logits = []
+        for backend in ("auto", "full"):
+            cache = QuantizedKVCache(model.config, config, backend=backend)
+            tiny.forward(model, ids, cache)
+            logits.append(tiny.forward(model, ids[:, :1], cache))
+        assert tiny.relative_error(*logits) <= TOLERANCES["attention_fp32"]
 
 
 @pytest.mark.parametrize("bits", LEVELS)

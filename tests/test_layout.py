@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "hf_kvquant"
 ORDER = [
     "_compat",
     "exact",
-    "formats",
     "packing",
+    "formats",
     "padding",
     "scales",
     "spec",
@@ -41,6 +41,7 @@ ORDER = [
     "layers",
     "memory",
     "serialization",
+    "summary",
     "cache",
     "probing",
     "queries",

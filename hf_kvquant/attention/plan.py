@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from hf_kvquant.formats import NumberFormat
 from hf_kvquant.past import Past
 from hf_kvquant.rotary import RotaryLayout, RotaryTable
 from hf_kvquant.spec import TensorSpec
@@ -38,6 +39,7 @@ class Plan:
         masked: an additive mask is given.
         auxiliary: learned attention sinks (``s_aux``) are given.
         scaling, softcap: of the scores; softcap 0 for none.
+        formats: what the names in ``key`` and ``value`` stand for; one may be added anew with other levels.
     """
 
     key: TensorSpec
@@ -53,6 +55,7 @@ class Plan:
     auxiliary: bool
     scaling: float
     softcap: float
+    formats: tuple[NumberFormat, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
@@ -122,6 +125,9 @@ def _new_plan(past: Past, query_heads: int, scaling: float, softcap: float, mask
         auxiliary=auxiliary,
         scaling=scaling,
         softcap=softcap,
+        formats=tuple(
+            fmt for spec, each in ((key.spec, keys), (value.spec, values)) for fmt, *_ in spec.segments(each.shape[3])
+        ),
     )
 
 
