@@ -161,12 +161,13 @@ class RotaryTable:
         self.shift, self.length = -start % self.block_length, 0
         self.append(cos, sin)
 
-    def tokens(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``cos, sin [B or 1, end - start, h]`` of the tokens ``start .. end``."""
+    def tokens(self, start: int, end: int, rows: slice | list[int] = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos, sin [rows or 1, end - start, h]`` of the tokens ``start .. end``."""
         size = self.block_length
         first, offset = (start + self.shift) // size, (start + self.shift) % size
         last = -(-(end + self.shift) // size)
-        spans = (table[:, first:last].transpose(2, 3).flatten(1, 2) for table in (self.cos, self.sin))
+        chosen = slice(None) if self.cos.shape[0] == 1 else rows  # before the copy: rows are read group by group
+        spans = (table[chosen, first:last].transpose(2, 3).flatten(1, 2) for table in (self.cos, self.sin))
         cos, sin = (span[:, offset : offset + end - start] for span in spans)
         return cos, sin
 
@@ -206,8 +207,7 @@ class LayerRotary:
 
     def _tables(self, rows: slice | list[int], start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 ``cos, sin [rows or 1, 1, count, h]`` of the tokens from ``start`` on."""
-        chosen = slice(None) if self.table.cos.shape[0] == 1 else rows
-        cos, sin = (each[chosen, None].to(torch.float32) for each in self.table.tokens(start, start + count))
+        cos, sin = (each[:, None].to(torch.float32) for each in self.table.tokens(start, start + count, rows))
         return cos, sin
 
 

@@ -1,4 +1,5 @@
-"""What every picture of a notebook has to have, checked where it is drawn: a title, and a label on each axis.
+"""What every picture of a notebook has to have, checked where it is drawn: a title, and a label on each axis; and the
+logarithmic axis of several.
 
 Decision: checked in the kernel, when a figure becomes an image, since the image does not tell.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.ticker import LogLocator, NullFormatter
 
 faults: list[str] = []
 
@@ -37,3 +39,11 @@ def faults_of(figure: Any) -> list[str]:
         if not (figure.get_supylabel() or any(each.get_ylabel() for each in shared_y)):
             found.append(f"panel {number} has no label on its y axis")
     return found
+
+
+def log_axis(axis: Any) -> None:
+    """Make an axis of a panel logarithmic, with plain numbers at 1, 2 and 5 of every decade."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

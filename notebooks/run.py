@@ -33,8 +33,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 # Run in the kernel before the first cell and after the last; neither is saved.
-BEFORE = "from notebooks import pictures\n\npictures.watch()"
-AFTER = "assert not pictures.faults, pictures.faults"
+BEFORE = "from notebooks import pictures as _pictures\n\n_pictures.watch()"
+AFTER = "assert not _pictures.faults, _pictures.faults"
 
 
 class NotebookError(RuntimeError):
