@@ -1,7 +1,7 @@
 """One decode step of attention of one layer, on random data: over packed codes, and over full tensors.
 
 Decisions:
-- Timed is what a layer of an attached model calls, ``backends.compiled``: plan, tensors and compiled step.
+- Timed is what a layer of an attached model calls, ``backends.native``: plan, tensors and the step in C++.
 - Full tensors are attended to in three ways that read them grouped (``enable_gqa`` is 3 to 15 times slower on CPU and
   left out); a ratio is against the one that was fastest in this group.
 - The limit of the machine is measured beside, in the same rounds: a copy of a tensor far larger than any cache, and a
@@ -122,7 +122,7 @@ def packed_call(name: str, shape: Shape, dtype: torch.dtype) -> tuple[Call, Fact
     scale = shape.head_dim**-0.5
 
     def call() -> torch.Tensor:
-        return backends.compiled(query, past, scale)
+        return backends.native(query, past, scale)
 
     right, got = reference.decode(query.float(), past, scale), call().float()
     error = float((got - right).norm() / right.norm())

@@ -17,7 +17,8 @@ import torch
 from hf_kvquant import KVQuantConfig, QuantizedKVCache, TensorSpec, attach
 from hf_kvquant import cache as cache_module
 from hf_kvquant.attention import backends, compiled, interface
-from hf_kvquant.attention.compiled import CompilationError, CompiledDecode
+from hf_kvquant.attention.compiled import CompiledDecode
+from hf_kvquant.attention.compiler import CompilationError
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.models import load_model
 from hf_kvquant.past import PastTensor
@@ -45,7 +46,8 @@ def steps(monkeypatch) -> list[int]:
         calls.append(tensors["query"].shape[0])
         return decode(plan, tensors)
 
-    monkeypatch.setattr(backends, "_run", run)
+    monkeypatch.setattr(backends, "_native", run)
+    monkeypatch.setattr(backends, "_compiled", run)
     monkeypatch.setattr(cache_module, "MIN_LENGTH", 0)
     return calls
 
@@ -152,11 +154,11 @@ def test_gradients_go_through_full_tensors(steps) -> None:
 
 def test_short_contexts_read_full_tensors(monkeypatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(backends, "_run", lambda plan, tensors: calls.append(1) or decode(plan, tensors))
+    monkeypatch.setattr(backends, "_native", lambda plan, tensors: calls.append(1) or decode(plan, tensors))
     model = load("llama")
-    generated(model, prompt(1, 100), "compiled", QUANTIZED)
+    generated(model, prompt(1, 100), "native", QUANTIZED)
     assert not calls
-    generated(model, prompt(1, cache_module.MIN_LENGTH + 1), "compiled", QUANTIZED)
+    generated(model, prompt(1, cache_module.MIN_LENGTH + 1), "native", QUANTIZED)
     assert calls
 
 
@@ -227,7 +229,7 @@ def test_models_that_ask_for_the_implementation_by_name_keep_it() -> None:
 
 def test_the_handle_says_what_was_chosen() -> None:
     with attach(load("llama")) as handle:
-        assert handle.backend.name == "compiled"
+        assert handle.backend.name == "native"
         assert "CPU with a C++ compiler" in handle.summary()
 
 
@@ -239,12 +241,22 @@ def test_without_a_compiler(monkeypatch) -> None:
     assert handle.backend.name == "full"
     assert model.config._attn_implementation == "sdpa"
     handle.detach()
-    with pytest.raises(RuntimeError, match="backend='compiled' is not valid: no C"):
-        attach(model, "compiled")
+    for name in ("native", "compiled"):
+        with pytest.raises(RuntimeError, match=f"backend='{name}' is not valid: no C"):
+            attach(model, name)
+
+
+def test_native_code_is_for_cpus() -> None:
+    with pytest.raises(
+        RuntimeError, match="backend='native' is not valid: it is C\\+\\+ for CPUs, and the model is on meta"
+    ):
+        attach(copy.deepcopy(load("llama")).to("meta"), "native")
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend='cuda' is not valid: choose one of full, compiled, reference, auto"):
+    with pytest.raises(
+        ValueError, match="backend='cuda' is not valid: choose one of full, native, compiled, reference, auto"
+    ):
         attach(load("llama"), "cuda")
 
 
@@ -451,12 +463,12 @@ def test_a_compiler_that_fails_is_said_and_survived(monkeypatch) -> None:
     def fails(plan: Any, tensors: Any) -> Any:
         raise CompilationError("decode attention cannot be compiled here: no headers")
 
-    monkeypatch.setattr(backends, "_run", fails)
+    monkeypatch.setattr(backends, "_native", fails)
     expected = generated(model, ids, "full", QUANTIZED)
     with attach(model), pytest.warns(UserWarning, match=r"no headers\. Until then decode steps read full tensors"):
         codes = tiny.generate(model, ids, QuantizedKVCache(model.config, QUANTIZED), 24)
     assert torch.equal(codes, expected)
-    with attach(model, "compiled"), pytest.raises(CompilationError, match="no headers"):
+    with attach(model, "native"), pytest.raises(CompilationError, match="no headers"):
         tiny.generate(model, ids, QuantizedKVCache(model.config, QUANTIZED), 24)
 
 
@@ -466,7 +478,7 @@ def test_torch_compile_switched_off_is_an_error_of_ours(monkeypatch) -> None:
     layer = tiny.filled(config, (keys[:, :, :-1], values[:, :, :-1]))
     handle, _ = layer.update_for_attention(keys[:, :, -1:], values[:, :, -1:])
     assert isinstance(handle, PastTensor)
-    monkeypatch.setattr(backends, "_run", CompiledDecode())
+    monkeypatch.setattr(backends, "_compiled", CompiledDecode())
     query = torch.randn(1, 4, 1, 16)
     with torch.compiler.set_stance("force_eager"), pytest.raises(CompilationError, match="switched off"):
         backends.compiled(query, handle.past, 0.25)

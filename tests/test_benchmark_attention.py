@@ -29,7 +29,7 @@ def threads_as_before() -> Any:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_run", decode)
+    monkeypatch.setattr(backends, "_native", decode)
 
 
 def samples_of(seconds: dict[str, list[float]], cpu: float = 1.0) -> list[dict[str, Any]]:
@@ -119,15 +119,12 @@ def test_memory_is_judged_by_its_growth() -> None:
     assert [each["verdict"] for each in attention_summary.check_targets([cell])] == ["PASS", "PASS"]
 
 
-def test_the_profiler_sees_what_is_held_at_once() -> None:
+def test_the_peak_is_what_is_held_at_once() -> None:
     def call() -> torch.Tensor:
-        first = torch.zeros(1000)
-        second = first + 1
-        del first
-        return second + 1
+        return torch.zeros(4_000_000)[:1] + torch.ones(4_000_000)[:1]
 
     call()
-    assert attention_memory.peak_bytes(call) == pytest.approx(8000, abs=512)
+    assert attention_memory.peak_bytes(call) == pytest.approx(32e6, rel=0.05)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -151,7 +148,7 @@ def test_the_forms_over_full_tensors_agree() -> None:
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_run", lambda plan, tensors: torch.full((1, 1, 6, 64), torch.nan))
+    monkeypatch.setattr(backends, "_native", lambda plan, tensors: torch.full((1, 1, 6, 64), torch.nan))
     measured = attention_op.measure(Shape(2, 3, 64, 400), ["k4v4"], torch.float32, 1)
     assert measured["failed"] == {"k4v4": "failed: relative error nan to the oracle, not below 0.02; mend it first"}
     assert "k4v4" not in {sample["scheme"] for sample in measured["samples"]}
@@ -197,7 +194,7 @@ def test_what_fails_is_listed_and_the_rest_goes_on(tmp_path: Path, monkeypatch: 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no compiler\ndetails")
 
-    monkeypatch.setattr(backends, "_run", fail)
+    monkeypatch.setattr(backends, "_native", fail)
     path = tmp_path / "attention.json"
     report = attention.run(attention.Settings(("op", "memory"), 1, "float32", (400,), True, None), path)
     assert report["skipped"] == {
@@ -222,7 +219,7 @@ def test_the_caches_of_an_attached_model_are_read_as_codes(monkeypatch: pytest.M
     """Or the step would time full tensors under the name of codes."""
     lengths = []
     monkeypatch.setattr(
-        backends, "_run", lambda plan, tensors: lengths.append(tensors["key.recent"]) or decode(plan, tensors)
+        backends, "_native", lambda plan, tensors: lengths.append(tensors["key.recent"]) or decode(plan, tensors)
     )
     bench = attention_step.load(None, torch.float32, ["dynamic", "attached-cr4", "attached-k4v4"])
     with torch.no_grad():

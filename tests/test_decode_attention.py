@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,7 @@ CONFIGS |= {
     ),
 }
 # B, K, R, D, T
-SHAPES = ((1, 1, 1, 64, 700), (2, 2, 3, 80, 401), (3, 1, 7, 16, 333))
+SHAPES = ((1, 1, 1, 64, 700), (2, 2, 3, 80, 401), (3, 1, 7, 16, 333), (1, 2, 5, 36, 300))
 
 
 def past_with(
@@ -101,20 +102,23 @@ def options_of(shape: tuple[int, ...], length: int, new: int = 1) -> list[tuple[
     ]
 
 
-@pytest.fixture
-def uncompiled(monkeypatch) -> None:
-    monkeypatch.setattr(backends, "_run", decode)
+@pytest.fixture(params=["algebra", "native"])
+def attend(request, monkeypatch) -> Callable[..., torch.Tensor]:
+    """The step that torch.compile is given, without it, and the one in C++."""
+    if request.param == "native":
+        return backends.native
+    monkeypatch.setattr(backends, "_compiled", decode)
+    return backends.compiled
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_format_gives_what_its_codes_stand_for(name) -> None:
+def test_every_format_gives_what_its_codes_stand_for(attend, name) -> None:
     for shape in SHAPES:
         query, past = past_with(CONFIGS[name], shape)
         assert not refusal(past)
         for options in options_of(shape, past.length):
             right = reference.decode(query, past, *options)
-            assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+            assert relative_error(attend(query, past, *options), right) <= TOLERANCES["attention_fp32"]
 
 
 @pytest.mark.parametrize(
@@ -135,18 +139,16 @@ def test_formats_with_levels_of_their_own_are_refused(monkeypatch) -> None:
     assert refusal(past_with(both(TensorSpec("own", "token", 32)), SHAPES[0])[1]) == "a format with levels of its own"
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "k4v4-pre"])
-def test_several_new_tokens_see_each_other_causally(name) -> None:
+def test_several_new_tokens_see_each_other_causally(attend, name) -> None:
     shape = SHAPES[1]
     query, past = past_with(CONFIGS[name], shape, new=5)
     for options in options_of(shape, past.length, 5):
         right = reference.decode(query, past, *options)
-        assert relative_error(backends.compiled(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+        assert relative_error(attend(query, past, *options), right) <= TOLERANCES["attention_fp32"]
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_layers_share_masks_and_a_mask_written_to_is_read_again(monkeypatch) -> None:
+def test_layers_share_masks_and_a_mask_written_to_is_read_again(attend, monkeypatch) -> None:
     made: list[int] = []
     build = backends.additive_masks
     monkeypatch.setattr(backends, "additive_masks", lambda *given: made.append(1) or build(*given))
@@ -157,25 +159,23 @@ def test_layers_share_masks_and_a_mask_written_to_is_read_again(monkeypatch) -> 
             mask[0, 0, :, 50:90] ^= True
         query, past = past_with(CONFIGS["k4v4"], shape, new=3)
         right = reference.decode(query, past, 0.2, 0.0, mask)
-        assert relative_error(backends.compiled(query, past, 0.2, 0.0, mask), right) <= TOLERANCES["attention_fp32"]
+        assert relative_error(attend(query, past, 0.2, 0.0, mask), right) <= TOLERANCES["attention_fp32"]
         assert len(made) == expected
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "k4v4-pre"])
 @pytest.mark.parametrize("crop", [1, 150, 170])
-def test_after_a_crop_into_a_block(name, crop) -> None:
+def test_after_a_crop_into_a_block(attend, name, crop) -> None:
     query, past = past_with(CONFIGS[name], SHAPES[1], crop=crop)
     right = reference.decode(query, past, 0.2)
-    assert relative_error(backends.compiled(query, past, 0.2), right) <= TOLERANCES["attention_fp32"]
+    assert relative_error(attend(query, past, 0.2), right) <= TOLERANCES["attention_fp32"]
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", ["k4v4", "int8", "fp8", "cr4", "cm2"])
-def test_bf16(name) -> None:
+def test_bf16(attend, name) -> None:
     query, past = past_with(CONFIGS[name], SHAPES[0], dtype=torch.bfloat16)
     right = reference.decode(query.float(), past, 0.125)
-    assert relative_error(backends.compiled(query, past, 0.125), right) <= TOLERANCES["attention_bf16"]
+    assert relative_error(attend(query, past, 0.125), right) <= TOLERANCES["attention_bf16"]
 
 
 # One of each kind of inner loop: folded and scaled keys, one plane and two, a table, mixed widths, before RoPE, several
@@ -248,11 +248,10 @@ def test_compiled_with_rotary_tables_of_one_row_and_of_each() -> None:
 
 
 @pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3"])
-@pytest.mark.usefixtures("uncompiled")
-def test_long_contexts_lose_nothing_to_rounding(name) -> None:
+def test_long_contexts_lose_nothing_to_rounding(attend, name) -> None:
     query, past = past_with(PRESETS[name].config, (1, 1, 2, 64, 20_000))
     right = reference.decode(query, past, 0.125)
-    assert relative_error(backends.compiled(query, past, 0.125), right) <= TOLERANCES["attention_fp32"]
+    assert relative_error(attend(query, past, 0.125), right) <= TOLERANCES["attention_fp32"]
 
 
 @pytest.mark.parametrize("name", ["k4v4", "cm3"])
@@ -267,7 +266,7 @@ def test_compiled_with_masks_and_learned_sinks(name) -> None:
 
 def with_run(run: CompiledDecode, query: torch.Tensor, past: Past, options: tuple[Any, ...]) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(backends, "_run", run)
+        patch.setattr(backends, "_compiled", run)
         return backends.compiled(query, past, *options)
 
 
@@ -289,11 +288,10 @@ def test_runs_cover_every_token_once(length, group, widths) -> None:
     assert covered == list(range(length))
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", ["int4-channel-32", "cr4", "cm3", "int4-channel-32-pre"])
 @pytest.mark.parametrize("rows", [[0, 1], [1, 1], [0]])
 @pytest.mark.parametrize("length", [378, 387, 400])
-def test_blocks_shortened_in_the_middle_and_rows_selected(name, rows, length) -> None:
+def test_blocks_shortened_in_the_middle_and_rows_selected(attend, name, rows, length) -> None:
     """A crop into a block, later blocks behind it, rows of unequal padding of which some leave: positions are counted
     token by token, and no token is seen twice."""
     config = replace(CONFIGS[name], residual_length=8)
@@ -316,4 +314,4 @@ def test_blocks_shortened_in_the_middle_and_rows_selected(name, rows, length) ->
     for given in (None, mask):
         options = (0.25, 0.0, given, None)
         right = reference.decode(new[2], handle.past, *options)
-        assert relative_error(backends.compiled(new[2], handle.past, *options), right) <= TOLERANCES["attention_fp32"]
+        assert relative_error(attend(new[2], handle.past, *options), right) <= TOLERANCES["attention_fp32"]

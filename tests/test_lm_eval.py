@@ -191,7 +191,7 @@ def test_what_ran_is_in_the_model_info(make: Any) -> None:
     lm = make("k4v4", residual_length=0, score_chunk=32)
     likelihoods(lm)
     info = lm.get_model_info()
-    assert info["kv_decode_attention"] == lm.identity()["decode_attention"] == "compiled"
+    assert info["kv_decode_attention"] == lm.identity()["decode_attention"] == "native"
     assert info["kv_cache"] == "k4v4"
     assert info["kv_scheme"]["residual_length"] == 0
     assert (info["kv_prefill"], info["kv_prefill_tail"], info["kv_score_chunk"]) == ("two-phase", 64, 32)

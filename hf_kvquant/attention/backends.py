@@ -1,9 +1,9 @@
 """Which code attends to packed codes: the registry, and the choice ``auto`` makes.
 
 Decision: a backend is a function with the signature of :func:`hf_kvquant.attention.reference.decode`. ``auto`` takes
-the compiled one where it was measured to pay, a CPU with a C++ compiler, and says why where it does not; a backend
-asked for by name runs or raises. ``full`` is no backend but the absence of one: the model's own attention over full
-tensors, as without ``attach``.
+the one in C++ where there is a CPU with a C++ compiler, and says why where not; a backend asked for by name runs or
+raises. ``compiled`` is the same algebra for torch.compile: slower, but made of torch's operations alone. ``full`` is
+no backend but the absence of one: the model's own attention over full tensors, as without ``attach``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,36 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_kvquant.attention import reference
-from hf_kvquant.attention.compiled import CompilationError, CompiledDecode, compiler
+from hf_kvquant.attention.compiled import CompiledDecode
+from hf_kvquant.attention.compiler import CompilationError, compiler
+from hf_kvquant.attention.native import NativeDecode
 from hf_kvquant.attention.plan import additive_masks, plan_of, tensors_of
 from hf_kvquant.past import Past
 from hf_kvquant.spec import check_choice
 
 Backend = Callable[..., torch.Tensor]
-_run = CompiledDecode()
+_compiled, _native = CompiledDecode(), NativeDecode()
 _masks: MutableMapping[torch.Tensor, dict[Hashable, Any]] = WeakIdKeyDictionary()
+
+
+def native(
+    query: torch.Tensor,
+    past: Past,
+    scaling: float,
+    softcap: float = 0.0,
+    mask: torch.Tensor | None = None,
+    auxiliary: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``hf_kvquant.attention.reference.decode``, straight from the codes, one new token after the other, in C++; for
+    what ``hf_kvquant.attention.plan.refusal`` does not refuse.
+
+    ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are those of the reference, and so is what
+    is returned.
+
+    Raises:
+        CompilationError: the compiler failed.
+    """
+    return _token_by_token(_native, query, past, scaling, softcap, mask, auxiliary)
 
 
 def compiled(
@@ -35,15 +57,23 @@ def compiled(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``hf_kvquant.attention.reference.decode``, straight from the codes, one new token after the other; for what
-    ``hf_kvquant.attention.plan.refusal`` does not refuse.
-
-    ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are those of the reference, and so is what
-    is returned.
+    """As :func:`native`, by torch.compile.
 
     Raises:
         CompilationError: torch.compile failed, or is switched off.
     """
+    return _token_by_token(_compiled, query, past, scaling, softcap, mask, auxiliary)
+
+
+def _token_by_token(
+    run: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    past: Past,
+    scaling: float,
+    softcap: float,
+    mask: torch.Tensor | None,
+    auxiliary: torch.Tensor | None,
+) -> torch.Tensor:
     count = query.shape[2]
     steps = []
     for index in range(count):
@@ -54,7 +84,7 @@ def compiled(
             tensors["mask.blocks"], tensors["mask.exact"] = _shared_masks(past, mask, index, own, recent)
         if auxiliary is not None:
             tensors["auxiliary"] = auxiliary
-        steps.append(_run(plan, tensors))
+        steps.append(run(plan, tensors))
     return steps[0] if count == 1 else torch.cat(steps, 1)
 
 
@@ -92,15 +122,20 @@ def _shared_masks(
 
 
 def automatic(*call: Any) -> torch.Tensor:
-    """``compiled``, or the reference where compiling fails, which a warning says once; ``call`` are its arguments."""
+    """``native``, or the reference where compiling fails, which a warning says once; ``call`` are its arguments."""
     try:
-        return compiled(*call)
+        return native(*call)
     except CompilationError as error:
         warnings.warn(f"{error}. Until then decode steps read full tensors, slowly", stacklevel=2)
         return reference.decode(*call)
 
 
-BACKENDS: dict[str, Backend] = {"compiled": compiled, "reference": reference.decode, "auto": automatic}
+BACKENDS: dict[str, Backend] = {
+    "native": native,
+    "compiled": compiled,
+    "reference": reference.decode,
+    "auto": automatic,
+}
 """Name -> function with the signature of the reference: what ``attach(model, backend=name)`` takes, beside "full"."""
 
 
@@ -130,15 +165,19 @@ def choose(requested: str, device: torch.device) -> Choice:
     """
     check_choice("backend", requested, ("full", *BACKENDS))
     has_compiler = device.type != "cpu" or bool(compiler())
-    if requested == "compiled" and not has_compiler:
+    if requested == "native" and device.type != "cpu":
         raise RuntimeError(
-            "backend='compiled' is not valid: no C++ compiler was found (g++ or clang++ on the path, or CXX); install "
-            "one, or choose 'auto'"
+            f"backend='native' is not valid: it is C++ for CPUs, and the model is on {device.type}; choose 'auto'"
+        )
+    if requested in ("native", "compiled") and not has_compiler:
+        raise RuntimeError(
+            f"backend={requested!r} is not valid: no C++ compiler was found (g++ or clang++ on the path, or CXX); "
+            "install one, or choose 'auto'"
         )
     if requested != "auto":
         return Choice(requested, "asked for")
     if device.type != "cpu":
-        return Choice("full", f"compiled decode attention is measured on CPU only, the model is on {device.type}")
+        return Choice("full", f"decode attention over codes is for CPUs only, the model is on {device.type}")
     if not has_compiler:
         return Choice("full", "no C++ compiler was found (g++ or clang++ on the path, or CXX)")
-    return Choice("compiled", f"CPU with a C++ compiler ({compiler()})")
+    return Choice("native", f"CPU with a C++ compiler ({compiler()})")

@@ -11,27 +11,20 @@ Compiling takes seconds per plan the first time on a machine; inductor keeps the
 
 from __future__ import annotations
 
-import functools
 import re
-import shutil
-import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental import _config as shape_config
-from tqdm import tqdm
 
+from hf_kvquant.attention.compiler import CompilationError, failure_of, notice
 from hf_kvquant.attention.decode import decode
 from hf_kvquant.attention.plan import Plan
-from hf_kvquant.spec import first_line
 from hf_kvquant.transforms import Hadamard
 
 _OPTIONS = {
@@ -63,20 +56,6 @@ _PINNED = {
 _CONTIGUOUS = frozenset(("query", "sinks", "mean", "deviation", "order", "auxiliary", "blocks", "exact"))
 
 
-@functools.cache
-def compiler() -> str:
-    """The C++ compiler that inductor would use; empty if there is none."""
-    try:
-        name = get_cpp_compiler()
-    except (InvalidCxxCompiler, RuntimeError):
-        return ""
-    return name if shutil.which(name) else ""
-
-
-class CompilationError(RuntimeError):
-    """torch.compile failed, or is switched off."""
-
-
 class CompiledDecode:
     """Compiled steps by plan, dtypes of tensors, device and threads, and which of their sizes are 1 (torch compiles for
     that apart). The plan determines which tensors there are."""
@@ -104,15 +83,10 @@ class CompiledDecode:
     @staticmethod
     def _new(plan: Plan, tensors: dict[str, torch.Tensor]) -> _Step | CompilationError:
         try:
-            with _notice(plan):
+            with notice(f"({plan.key.format} keys, {plan.value.format} values)"):
                 return _compiled(plan, tensors)
         except Exception as error:  # whatever compilers raise
-            failure = CompilationError(
-                f"decode attention cannot be compiled here: {first_line(error)[:200]}; mend that, or choose "
-                "backend='full'"
-            )
-            failure.__cause__ = error
-            return failure
+            return failure_of(error)
 
 
 class _Step:
@@ -206,27 +180,3 @@ def _kind(name: str) -> str:
     """What a tensor is: "key.planes.0" -> "planes", "mask.exact" -> "exact"."""
     parts = name.split(".")
     return "planes" if "planes" in parts else parts[-1]
-
-
-@contextmanager
-def _notice(plan: Plan) -> Iterator[None]:
-    """One line on stderr while a plan is compiled or loaded; on a terminal with the seconds passing."""
-    label = f"hf-kvquant: compiling decode attention ({plan.key.format} keys, {plan.value.format} values), kept on disk"
-    if not sys.stderr.isatty():
-        tqdm.write(label, file=sys.stderr)
-        yield
-        return
-    with tqdm(total=None, desc=label, bar_format="{desc}: {elapsed}", leave=False, delay=1.0) as bar:
-        done = threading.Event()
-        ticker = threading.Thread(target=_tick, args=(bar, done), daemon=True)
-        ticker.start()
-        try:
-            yield
-        finally:
-            done.set()
-            ticker.join()
-
-
-def _tick(bar: tqdm, done: threading.Event) -> None:
-    while not done.wait(0.5):
-        bar.refresh()

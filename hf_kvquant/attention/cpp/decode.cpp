@@ -1,0 +1,50 @@
+// Decode attention of one new token per row over packed codes: what hf_kvquant/attention/decode.py says, in C++.
+//
+// A task is a run of blocks of one KV head of one row. It goes block by block through scores, softmax (with a running
+// maximum, as in FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithm 1) and values, so that nothing grows with
+// the past; tasks are merged by their maxima. Codes are converted to fp32 in registers, once for all query heads of a
+// tile, and multiplied with numbers that are constant along the vector: tokens for keys, channels for values. Where
+// codes lie in several planes, share scales below a block, or are rotated first, a block is unpacked to the first-level
+// cache instead. The algebra is that of hf_kvquant/attention/codes.py.
+//
+// Vectors are those of GCC and Clang, 16 floats wide; narrower machines split them.
+
+#include <memory>
+
+#include "task.h"
+
+extern "C" void hf_kvquant_decode(const Form* form, const Call* call) {
+  // Heads that read the same angles go through the blocks together.
+  const Int together = call->cos.data ? form->heads : 1, groups = form->heads / together;
+  const Int splits = call->splits, runs = call->batch * groups * splits;
+  const Int step = std::max<Int>(1, STEP / form->block_length);
+  std::vector<std::unique_ptr<Task>> tasks(call->batch * form->heads * splits);  // by row, head and split
+  std::vector<Angles> angles;
+  for (Int run = 0; run < runs; ++run) angles.push_back({*form, *call, run / splits / groups});
+#pragma omp parallel for schedule(dynamic) num_threads(call->threads) if (call->threads > 1)
+  for (Int run = 0; run < runs; ++run) {
+    const Int split = run % splits, first_head = run / splits % groups * together;
+    const Int stop = call->blocks * (split + 1) / splits;
+    const auto task = [&](Int head) -> std::unique_ptr<Task>& {
+      return tasks[(angles[run].b * form->heads + first_head + head) * splits + split];
+    };
+    for (Int head = 0; head < together; ++head)
+      task(head) = std::make_unique<Task>(*form, *call, angles[run], first_head + head);
+    for (Int start = call->blocks * split / splits; start < stop; start += step) {
+      const Int count = std::min(step, stop - start);
+      angles[run].bring(start, count);
+      for (Int head = 0; head < together; ++head) task(head)->score_blocks(start, count, stop);
+      if (form->turns_centre)  // block by block, while its angles are in the first-level cache
+        for (Int n = 0; n < count; ++n)
+          for (int index = 0; index < 2; ++index)
+            for (Int head = 0; head < together; ++head) task(head)->at_block(n), task(head)->add_centre(start + n, index);
+      for (Int head = 0; head < together; ++head) task(head)->sum_blocks(start, count, stop);
+    }
+    if (split == splits - 1)
+      for (Int head = 0; head < together; ++head) task(head)->attend_exact();
+  }
+  for (size_t first = 0; first < tasks.size(); first += splits) {
+    for (Int split = 1; split < splits; ++split) tasks[first]->merge(*tasks[first + split]);
+    tasks[first]->write();
+  }
+}

@@ -1,0 +1,71 @@
+// What Python hands over: hf_kvquant/attention/native.py has the same structures in the same order.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+typedef int64_t Int;
+
+constexpr int MAX_PLANES = 4, MAX_SEGMENTS = 64;
+
+// One tensor: batch, KV heads and blocks (or tokens) first, whatever lies within is contiguous.
+struct Tensor {
+  const char* data;
+  Int batch, head, block;  // strides in bytes
+};
+
+// Bits shift .. shift + width of the channels start .. stop, as channels place .. of plane ``plane``.
+struct Part {
+  Int plane, start, stop, place, shift;
+};
+
+// Channels that share a number format: u = code * step - offset, for codes that count from their middle.
+struct Segment {
+  Int start, stop;
+  double step, offset;
+};
+
+struct Spec {
+  Int lossless, float8_mantissa;  // the latter: of table formats, else 0
+  Int tokens_per_group, channels_per_group, groups;
+  Int scale_kind, zero_kind;
+  Int planes, widths[MAX_PLANES], channels[MAX_PLANES];
+  Int parts, segments;
+  const float* scales;  // of the 256 codes of 8-bit scales, or static ones
+  Int static_scales;
+  Part part[2 * MAX_SEGMENTS];
+  Segment segment[MAX_SEGMENTS];
+};
+
+struct Form {
+  Int heads, repeats, key_dim, value_dim, block_length;
+  Int element;  // of sinks, window and lossless blocks
+  Int angle;    // of cos and sin
+  Int turns_centre, stores_raw, pairs;
+  double sign, scaling, softcap;
+  const Int *first, *second, *rest;  // channels of the pairs, and those that are in none
+  Int rests;
+  const float *fold_key, *fold_value;  // [D, D] matrices, or null
+  Spec key, value;
+};
+
+struct Side {
+  Tensor planes[MAX_PLANES], scale, zero, exponent, zero_exponent, zero_range;
+  Tensor mean, deviation, order, sinks, recent;
+};
+
+struct Call {
+  Int batch, blocks, sinks, recent, splits, threads;
+  const float *query, *block_mask, *exact_mask, *auxiliary;
+  float* output;
+  Side key, value;
+  Tensor cos, sin;  // batch and blocks
+};
+
+enum Element { FLOAT32, BFLOAT16, FLOAT16 };
+enum ScaleKind { STATIC, TABLE, HALF, SINGLE };
+enum ZeroKind { NONE, ZERO_HALF, ZERO_SINGLE, ZERO_BYTE };
+
+}  // namespace

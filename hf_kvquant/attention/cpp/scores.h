@@ -1,0 +1,306 @@
+// Scores of one KV head of one row: of its query heads against its blocks.
+
+#pragma once
+
+#include "head.h"
+
+namespace {
+
+// Tokens of the blocks that share a step of softmax.
+constexpr Int STEP = 512;
+
+// cos and sin of the blocks at hand, in fp32; read once for all heads of a row.
+struct Angles {
+  const Form& form;
+  const Call& call;
+  Int b, first = 0;
+  std::vector<float> numbers[2];
+
+  Int size() const { return form.pairs * form.block_length; }
+
+  void bring(Int start, Int count) {
+    first = start;
+    if (form.angle == FLOAT32 || !call.cos.data) return;
+    for (int index = 0; index < 2; ++index) {
+      numbers[index].resize(count * size());
+      for (Int n = 0; n < count; ++n) read_all(&numbers[index][n * size()], stored(start + n, index), 0, size(), form.angle);
+    }
+  }
+
+  const char* stored(Int n, int index) const { return at(index ? call.sin : call.cos, b, n); }
+
+  // cos or sin [pairs, length] of a block.
+  const float* of(Int n, int index) const {
+    return form.angle == FLOAT32 ? (const float*)stored(n, index) : &numbers[index][(n - first) * size()];
+  }
+};
+
+// One KV head of one row: its queries, and the scores of the blocks at hand.
+struct Scores {
+  const Form& form;
+  const Call& call;
+  const Angles& angles;
+  const Int b, k, repeats, length, key_dim;
+  Head keys;
+  std::vector<float> query, folded, weights, along, across, constant, masses, grouped;
+  std::vector<float> scores;
+  float* scored = nullptr;  // of the block at hand, ``width`` from head to head
+  Int width = 0;
+
+  Scores(const Form& form, const Call& call, const Angles& angles, Int k)
+      : form(form), call(call), angles(angles), b(angles.b), k(k), repeats(form.repeats), length(form.block_length),
+        key_dim(form.key_dim), keys(form.key, call.key, b, k, key_dim, length, true, per_channel(), form.stores_raw),
+        query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim * 2),
+        along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
+        masses(repeats * form.key.groups), scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
+    read_query();
+  }
+
+
+  void read_query() {
+    const float* given = call.query + (b * form.heads + k) * repeats * key_dim;
+    const float scaling = form.scaling;
+    for (Int i = 0; i < repeats * key_dim; ++i) query[i] = given[i] * scaling;
+    const float* deviation = (const float*)(call.key.deviation.data ? at(call.key.deviation, b, k) : nullptr);
+    const int16_t* order = (const int16_t*)(call.key.order.data ? at(call.key.order, b, k) : nullptr);
+    std::vector<float> stored(key_dim);
+    for (Int r = 0; r < repeats; ++r) {
+      const float* from = &query[r * key_dim];
+      float* to = form.fold_key ? stored.data() : &folded[r * key_dim];
+      for (Int c = 0; c < key_dim; ++c) {
+        const Int channel = order ? order[c] : c;
+        to[c] = from[channel] * (deviation ? deviation[channel] : 1.0f);
+      }
+      if (form.fold_key)
+        for (Int c = 0; c < key_dim; ++c) add(&folded[r * key_dim], stored[c], form.fold_key + c * key_dim, key_dim);
+    }
+    fold_centre();
+    fold_codes();
+  }
+
+  // What the centre adds to every score: a constant, and where it is rotated terms along cos and sin.
+  void fold_centre() {
+    if (!call.key.mean.data || form.stores_raw) return;
+    const float* mean = (const float*)at(call.key.mean, b, k);
+    for (Int r = 0; r < repeats; ++r) {
+      const float* q = &query[r * key_dim];
+      if (!form.turns_centre) {
+        constant[r] = dot(q, mean, key_dim);
+        continue;
+      }
+      for (Int i = 0; i < form.rests; ++i) constant[r] += q[form.rest[i]] * mean[form.rest[i]];
+      for (Int i = 0; i < form.pairs; ++i) {
+        const Int one = form.first[i], other = form.second[i];
+        along[r * form.pairs + i] = q[one] * mean[one] + q[other] * mean[other];
+        across[r * form.pairs + i] = (q[other] * mean[one] - q[one] * mean[other]) * (float)form.sign;
+      }
+    }
+  }
+
+  // Whether scales belong to channels, so that they go into the query block by block.
+  bool per_channel() const { return form.key.channels_per_group == 1 && form.key.tokens_per_group > 1; }
+
+  // Queries as they meet the codes of the planes, at ``weights``, and what their offsets take away, by group.
+  void fold_codes() {
+    const Spec& spec = form.key;
+    if (spec.lossless || form.stores_raw || per_channel()) return;
+    const Int size = key_dim / spec.groups;
+    for (Int r = 0; r < repeats; ++r) {
+      const float* q = &folded[r * key_dim];
+      if (keys.uniform)
+        for (Int c = 0; c < key_dim; ++c) weights[r * key_dim + c] = q[c] * (float)spec.segment[0].step;
+      else
+        for (Int index = 0; index < spec.parts; ++index) place(r, q, spec.part[index]);
+      for (Int index = 0; index < spec.segments; ++index) {
+        const Segment& segment = spec.segment[index];
+        for (Int g = 0; g < spec.groups; ++g) {
+          const Int start = std::max(segment.start, g * size), stop = std::min(segment.stop, (g + 1) * size);
+          if (start < stop) masses[r * spec.groups + g] -= total(q + start, stop - start) * (float)segment.offset;
+        }
+      }
+    }
+  }
+
+  // Planes one after the other, each [repeats, channels]: key_dim * repeats * 2 numbers at most.
+  float* plane_weights(Int plane) {
+    Int start = 0;
+    for (Int index = 0; index < plane; ++index) start += repeats * form.key.channels[index];
+    return &weights[start];
+  }
+
+  void place(Int r, const float* q, const Part& part) {
+    float* to = plane_weights(part.plane) + r * form.key.channels[part.plane] + part.place;
+    double step = 1;
+    for (Int index = 0; index < form.key.segments; ++index)
+      if (form.key.segment[index].start == part.start) step = form.key.segment[index].step;
+    const float factor = step * (1 << part.shift);
+    for (Int c = part.start; c < part.stop; ++c) to[c - part.start] = q[c] * factor;
+  }
+
+  // --------------------------------------------------------------------------------------------------------- scores
+
+  void score_block(Int n) {
+    for (Int r = 0; r < repeats; ++r) std::fill(scored + r * width, scored + r * width + length, 0.0f);
+    if (form.key.lossless) {
+      multiply_exact<DOTS>(form.element, at(call.key.planes[0], b, k, n), length, key_dim, repeats, folded.data(), key_dim,
+                           scored, width);
+    } else {
+      keys.read_metadata(n);
+      if (form.stores_raw) score_raw(n);
+      else if (per_channel()) score_channels(n);
+      else score_scaled(n);
+    }
+  }
+
+  void finish_block(Int n) {
+    const bool constants = call.key.mean.data && !form.stores_raw;
+    const float* mask = call.block_mask ? call.block_mask + (b * call.blocks + n) * length : nullptr;
+    for (Int r = 0; r < repeats; ++r) finish(scored + r * width, length, constants ? constant[r] : 0.0f, mask);
+  }
+
+  // Adds the constant and the mask, with the softcap between them.
+  void finish(float* row, Int count, float constant, const float* mask) {
+    if (!constant && !form.softcap && !mask) return;
+    const float cap = form.softcap;
+    for (Int i = 0; i < count; ++i) {
+      float score = row[i] + constant;
+      if (cap) score = std::tanh(score / cap) * cap;
+      row[i] = mask ? score + mask[i] : score;
+    }
+  }
+
+  // One scale per channel and group of tokens: it goes into the query.
+  void score_channels(Int n) {
+    const Spec& spec = form.key;
+    const float step = spec.segment[0].step, offset = spec.segment[0].offset / spec.segment[0].step;
+    const Int size = spec.tokens_per_group;
+    if (keys.in_pieces) keys.unpack_block(n);
+    for (Int g = 0; g < keys.groups; ++g) {
+      const float *scale = &keys.scale[g * key_dim], *zero = keys.zero.empty() ? nullptr : &keys.zero[g * key_dim];
+      for (Int r = 0; r < repeats; ++r) {
+        const float* q = &folded[r * key_dim];
+        float* to = &weights[r * key_dim];
+        for (Int c = 0; c < key_dim; ++c) to[c] = q[c] * scale[c] * step;
+        const float added = (zero ? dot(q, zero, key_dim) : 0.0f) - total(to, key_dim) * offset;
+        for (Int t = 0; t < size; ++t) scored[r * width + g * size + t] = added;
+      }
+      if (keys.in_pieces)
+        multiply<KEYS, Floats>({&keys.numbers[g * size], key_dim, length, size, 0}, repeats, weights.data(), key_dim,
+                               scored + g * size, width);
+      else
+        multiply_uniform<KEYS>(spec, keys.planes(n).data(), key_dim, keys.rows(0), keys.rows(0), repeats,
+                               weights.data(), key_dim, scored, width);
+    }
+  }
+
+  // Scales of tokens, for groups of channels: applied to the sum.
+  void score_scaled(Int n) {
+    const Spec& spec = form.key;
+    const Int groups = spec.groups, size = key_dim / groups;
+    float* sums = scored;  // of one group of channels
+    Int stride = width;
+    if (groups > 1) sums = group_scores(), stride = length;
+    for (Int g = 0; g < groups; ++g) {
+      if (groups > 1) std::fill(sums, sums + repeats * length, 0.0f);
+      if (keys.uniform)
+        multiply_uniform<KEYS>(spec, keys.planes(n, g * size).data(), size, keys.rows(0), keys.rows(0), repeats,
+                               &weights[g * size], key_dim, sums, stride);
+      else
+        for (Int index = 0; index < spec.planes; ++index)
+          multiply_codes<KEYS>(spec, spec.widths[index], keys.plane(index, n), spec.channels[index], keys.rows(index),
+                               keys.rows(index), repeats, plane_weights(index), spec.channels[index], sums, stride);
+      for (Int r = 0; r < repeats; ++r) {
+        const float offset = masses[r * groups + g];
+        const float mass = keys.zero.empty() ? 0.0f : total(&folded[r * key_dim + g * size], size);
+        const float* from = sums + r * stride;
+        float* to = scored + r * width;
+        if (keys.by_token) {
+          const float* scale = &keys.scale[g * length];
+          if (groups > 1) for (Int t = 0; t < length; ++t) to[t] += (from[t] + offset) * scale[t];
+          else for (Int t = 0; t < length; ++t) to[t] = (from[t] + offset) * scale[t];
+          if (mass) add(to, mass, &keys.zero[g * length], length);
+          continue;
+        }
+        for (Int place = 0; place < keys.groups; ++place, from += spec.tokens_per_group, to += spec.tokens_per_group) {
+          const float scale = keys.scale[place], added = offset * scale + (mass ? mass * keys.zero[place] : 0.0f);
+          for (Int t = 0; t < spec.tokens_per_group; ++t) to[t] = from[t] * scale + added;
+        }
+      }
+    }
+  }
+
+  float* group_scores() {
+    grouped.resize(repeats * length);
+    return grouped.data();
+  }
+
+  // Keys before RoPE: dequantized and rotated, once for all query heads.
+  void score_raw(Int n) {
+    const Spec& spec = form.key;
+    const float* mean = (const float*)(call.key.mean.data ? at(call.key.mean, b, k) : nullptr);
+    const float step = spec.segment[0].step, offset = spec.segment[0].offset;
+    const Int per_token = spec.tokens_per_group, per_channel = spec.channels_per_group;
+    const auto row = [&](const std::vector<float>& metadata, Int c) {
+      return metadata.empty() ? nullptr : &metadata[c / per_channel * (keys.by_token ? length : 1)];
+    };
+    const auto centre = [&](Int c) { return mean ? mean[c] : 0.0f; };
+    if (keys.by_token) {
+      keys.unpack_block(n, [&](Int c, Int t, auto x) {
+        x = (x * step - offset) * load<decltype(x)>(row(keys.scale, c) + t) + centre(c);
+        return keys.zero.empty() ? x : x + load<decltype(x)>(row(keys.zero, c) + t);
+      });
+    } else if (keys.groups == 1) {
+      keys.unpack_block(n, [&](Int c, Int, auto x) {
+        const float scale = *row(keys.scale, c), zero = keys.zero.empty() ? 0.0f : *row(keys.zero, c);
+        return x * (scale * step) + (zero - offset * scale + centre(c));
+      });
+    } else {
+      keys.unpack_block(n);
+      for (Int c = 0; c < key_dim; ++c)
+        for (Int g = 0; g < keys.groups; ++g) {
+          const Int place = g * spec.groups + c / per_channel;
+          const float scale = keys.scale[place], zero = keys.zero.empty() ? 0.0f : keys.zero[place];
+          const float added = zero - offset * scale + centre(c);
+          float* key = &keys.numbers[c * length + g * per_token];
+          for (Int t = 0; t < per_token; ++t) key[t] = key[t] * (scale * step) + added;
+        }
+    }
+    rotate(n);
+    multiply<KEYS, Floats>({keys.numbers.data(), key_dim, length, length, 0}, repeats, query.data(), key_dim, scored,
+                           width);
+  }
+
+  void rotate(Int n) {
+    const float *cos = angles.of(n, 0), *sin = angles.of(n, 1);
+    const float sign = form.sign;
+    for (Int i = 0; i < form.pairs; ++i, cos += length, sin += length) {
+      float* __restrict one = &keys.numbers[form.first[i] * length];
+      float* __restrict other = &keys.numbers[form.second[i] * length];
+      for (Int t = 0; t < length; ++t) {
+        const float c = cos[t], s = sin[t] * sign, x = one[t], y = other[t];
+        one[t] = x * c - y * s;
+        other[t] = y * c + x * s;
+      }
+    }
+  }
+
+  // One of the two terms of the rotated centre.
+  void add_centre(Int n, int index) {
+    multiply<KEYS, Floats>({angles.of(n, index), form.pairs, length, length, 0}, repeats,
+                           index ? across.data() : along.data(), form.pairs, scored, width);
+  }
+
+  // Blocks start .. start + count, of a run that goes on to ``stop``: scores.
+  void score_blocks(Int start, Int count, Int stop) {
+    width = count * length;
+    for (Int n = start; n < start + count; ++n) {
+      if (n + 1 < stop) keys.prefetch(n + 1);
+      at_block(n - start);
+      score_block(n);
+    }
+  }
+
+  void at_block(Int index) { scored = &scores[index * length]; }
+};
+
+}  // namespace
