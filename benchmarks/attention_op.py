@@ -1,7 +1,8 @@
 """One decode step of attention of one layer, on random data: over packed codes, and over full tensors.
 
 Decisions:
-- Timed is what a layer of an attached model calls, ``backends.native``: plan, tensors and the step in C++.
+- Timed is what a layer of an attached model calls, ``backends.native``: plan, tensors and the step in C++; for a few
+  formats also the same step by torch.compile.
 - Full tensors are attended to in three ways that read them grouped (``enable_gqa`` is 3 to 15 times slower on CPU and
   left out); a ratio is against the one that was fastest in this group.
 - The limit of the machine is measured beside, in the same rounds: a copy of a tensor far larger than any cache, and a
@@ -34,6 +35,8 @@ CONFIGS = {
     "int3": replace(PRESETS["k3v3-pre"].config, pre_rope=False),
     "int2": PRESETS["k2v2"].config,
 }
+# The same step by torch.compile, of a few formats.
+COMPILED = {f"{name} compiled": name for name in ("k4v4", "cr4", "k4v4-pre")}
 COPIED_FLOATS, SQUARE = 2**25, 1024
 COPY, PRODUCT = "copy", "matmul"
 WRONG = 0.02  # relative RMS against the oracle, far above bf16's rounding: such a time would mean nothing
@@ -67,7 +70,7 @@ def groups_of(tokens: int, quick: bool) -> list[tuple[Shape, list[str]]]:
     shorter = replace(main, tokens=tokens // 2)
     others = [replace(shorter, repeats=repeats) for repeats in (1, 3, 7)]
     others += [replace(shorter, head_dim=head_dim) for head_dim in (64, 80, 256)]
-    return [(main, list(CONFIGS)), *((shape, ["k4v4"]) for shape in others)]
+    return [(main, [*CONFIGS, *COMPILED]), *((shape, ["k4v4"]) for shape in others)]
 
 
 def make_past(config: KVQuantConfig, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, Past]:
@@ -118,11 +121,12 @@ def full_calls(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Call], dict[
 
 def packed_call(name: str, shape: Shape, dtype: torch.dtype) -> tuple[Call, Facts]:
     """Attention over the codes of a format, checked against the oracle once."""
-    query, past = make_past(CONFIGS[name], shape, dtype)
+    query, past = make_past(CONFIGS[COMPILED.get(name, name)], shape, dtype)
     scale = shape.head_dim**-0.5
+    attend = backends.compiled if name in COMPILED else backends.native
 
     def call() -> torch.Tensor:
-        return backends.native(query, past, scale)
+        return attend(query, past, scale)
 
     right, got = reference.decode(query.float(), past, scale), call().float()
     error = float((got - right).norm() / right.norm())

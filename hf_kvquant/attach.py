@@ -226,9 +226,9 @@ def attach(model: torch.nn.Module, backend: str = "auto") -> AttachHandle:
 
     Args:
         model: a transformers model, or a module that holds one (PEFT, accelerate).
-        backend: how decode steps attend: "compiled" (torch.compile), "reference" (an fp32 oracle, slow), "full" (the
-            model's own attention over full tensors), or "auto": compiled on a CPU with a C++ compiler, else full. The
-            handle says what was chosen and why (``handle.summary()``).
+        backend: how decode steps attend: "native" (C++, on a CPU), "compiled" (the same by torch.compile), "reference"
+            (an fp32 oracle, slow), "full" (the model's own attention over full tensors), or "auto": native on a CPU
+            with a C++ compiler, else full. The handle says what was chosen and why (``handle.summary()``).
 
     Raises:
         TypeError: ``model`` is no module.

@@ -23,7 +23,7 @@ DIRECTIVES = [name for page in PAGES.values() for name in re.findall(r"^::: (\S+
 # Functions and classes of documented modules that are no one's business but the package's.
 INTERNAL = {
     "hf_kvquant.attach": {"attention_modules"},
-    "hf_kvquant.attention.compiled": {"compiler", "CompiledDecode"},
+    "hf_kvquant.attention.compiler": {"compiler", "failure_of", "notice"},
     "hf_kvquant.memory": {"layer_memory", "tensors_in", "storage_nbytes"},
     "hf_kvquant.scales": {"largest_finite", "round_down"},
     "hf_kvquant.schemes": {"as_json", "find_ninja"},

@@ -57,7 +57,8 @@ def compiled(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`native`, by torch.compile.
+    """As ``native``, by torch.compile; ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are the
+    same.
 
     Raises:
         CompilationError: torch.compile failed, or is switched off.
