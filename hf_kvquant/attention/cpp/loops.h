@@ -152,7 +152,12 @@ void multiply(Rows<S> rows, Int heads, const float* weights, Int weight_stride, 
   }
 }
 
-// The same with full-precision tokens [count, dim] of an element that is known only now.
+// output [heads, dim] += input [heads, dim] times a matrix [dim, dim]
+inline void transform(const float* matrix, Int dim, Int heads, const float* input, float* output) {
+  multiply<VALUES, Floats>({matrix, dim, dim, dim, 0}, heads, input, dim, output, dim);
+}
+
+// All query heads, with full-precision tokens [count, dim] of an element that is known only now.
 template <Loop LOOP>
 void multiply_exact(Int element, const char* tokens, Int count, Int dim, Int heads, const float* weights,
                     Int weight_stride, float* output, Int output_stride) {

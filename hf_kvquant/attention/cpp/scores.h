@@ -63,17 +63,16 @@ struct Scores {
     for (Int i = 0; i < repeats * key_dim; ++i) query[i] = given[i] * scaling;
     const float* deviation = (const float*)(call.key.deviation.data ? at(call.key.deviation, b, k) : nullptr);
     const int16_t* order = (const int16_t*)(call.key.order.data ? at(call.key.order, b, k) : nullptr);
-    std::vector<float> stored(key_dim);
-    for (Int r = 0; r < repeats; ++r) {
-      const float* from = &query[r * key_dim];
-      float* to = form.fold_key ? stored.data() : &folded[r * key_dim];
+    std::vector<float> stored(repeats * key_dim);
+    for (Int r = 0; r < repeats; ++r)
       for (Int c = 0; c < key_dim; ++c) {
         const Int channel = order ? order[c] : c;
-        to[c] = from[channel] * (deviation ? deviation[channel] : 1.0f);
+        stored[r * key_dim + c] = query[r * key_dim + channel] * (deviation ? deviation[channel] : 1.0f);
       }
-      if (form.fold_key)
-        for (Int c = 0; c < key_dim; ++c) add(&folded[r * key_dim], stored[c], form.fold_key + c * key_dim, key_dim);
-    }
+    if (form.fold_key)
+      transform(form.fold_key, key_dim, repeats, stored.data(), folded.data());
+    else
+      folded = stored;
     fold_centre();
     fold_codes();
   }

@@ -198,21 +198,21 @@ struct Task : Scores {
     const float* mean = (const float*)(call.value.mean.data ? at(call.value.mean, b, k) : nullptr);
     const float* deviation = (const float*)(call.value.deviation.data ? at(call.value.deviation, b, k) : nullptr);
     const int16_t* order = (const int16_t*)(call.value.order.data ? at(call.value.order, b, k) : nullptr);
+    if (call.auxiliary)
+      for (Int r = 0; r < repeats; ++r) raise(r, call.auxiliary[k * repeats + r]);
+    std::vector<float> sums = packed;
+    if (form.fold_value) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      transform(form.fold_value, value_dim, repeats, packed.data(), sums.data());
+    }
     for (Int r = 0; r < repeats; ++r) {
       const Int head = k * repeats + r;
-      if (call.auxiliary) raise(r, call.auxiliary[head]);
       float all = packed_mass[r] + exact_mass[r];
       if (call.auxiliary) all += exponential<1>(Vector<1>::F{call.auxiliary[head] - top[r]})[0];
-      float* sums = &packed[r * value_dim];
-      if (form.fold_value) {
-        std::fill(block.begin(), block.begin() + value_dim, 0.0f);
-        for (Int c = 0; c < value_dim; ++c) add(block.data(), sums[c], form.fold_value + c * value_dim, value_dim);
-        sums = block.data();
-      }
       float* to = call.output + (b * form.heads * repeats + head) * value_dim;
       for (Int c = 0; c < value_dim; ++c) {
         const Int channel = order ? order[c] : c;
-        float folded = sums[c] * (deviation ? deviation[channel] : 1.0f);
+        float folded = sums[r * value_dim + c] * (deviation ? deviation[channel] : 1.0f);
         if (mean) folded += mean[channel] * packed_mass[r];
         to[channel] = (folded + exact[r * value_dim + channel]) / all;
       }
