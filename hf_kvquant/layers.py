@@ -17,6 +17,8 @@ Decisions:
   which would quantize it a second time later.
 - Until a row has closed a block its sinks are simply the start of the window.
 - ``update`` returns what attention needs *before* anything of this call is closed: the new tokens are always exact.
+- ``rows`` are replaced, not changed, when a block closes or tokens are removed: a ``Past`` made before looks at the old
+  ones.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 from hf_kvquant import delivered
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.energies import QueryEnergies
+from hf_kvquant.energies import QueryEnergies, Read, Wanted
 from hf_kvquant.past import Past, PastTensor, row_groups
 from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.storage import RowState, TensorState, storing
@@ -48,9 +50,8 @@ class QuantizedLayer(CacheLayerMixin):
     supports_early_init = True
 
     def __init__(self, config: KVQuantConfig, layer_idx: int = 0):
-        self.config = config
         self.layer_idx = layer_idx
-        self.block_length = config.block_length  # once: its computation does not trace under torch.compile
+        self._set_format(config)
         self.reset()
 
     def reset(self) -> None:
@@ -68,9 +69,14 @@ class QuantizedLayer(CacheLayerMixin):
     def reconfigure(self, config: KVQuantConfig) -> None:
         """Before the first token: another format; what is known of the padding stays."""
         rows, fixed = self.rows, self.padding_is_set
-        self.config, self.block_length = config, config.block_length
+        self._set_format(config)
         self.reset()
         self.rows, self.padding_is_set = rows, fixed
+
+    def _set_format(self, config: KVQuantConfig) -> None:
+        self.config = config
+        self.block_length = config.block_length  # once: its computation does not trace under torch.compile
+        self.is_lossless = all(spec.number_format.lossless for spec in (config.key, config.value))
 
     @storing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -93,16 +99,21 @@ class QuantizedLayer(CacheLayerMixin):
 
         Returns:
             Keys and values ``[B, K, T + q, D]``: closed blocks dequantized, everything else exact; padding reads as
-            zeros once it has left the window.
+            zeros once it has left the window. Not to be written to: while the window holds everything they may be
+            views of it, as with transformers' own caches.
 
         Raises:
             ValueError: shape, dtype or device differ from what the layer holds.
         """
         self._prepare(key_states, value_states)
-        full = (key_states, value_states)
-        if self.length:
-            past = self._past(key_states, value_states)
-            full = past.read(0), past.read(1)
+        if not self.length:
+            self._append(key_states, value_states)
+            return key_states, value_states
+        if not (self.window_start or self.has_blocks or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            keys, values = self._append(key_states, value_states)
+            return keys, values
+        past = self._past(key_states, value_states)
+        full = past.read(0), past.read(1)
         self._append(key_states, value_states)
         return full
 
@@ -116,9 +127,17 @@ class QuantizedLayer(CacheLayerMixin):
         ``attend`` serves torch's attention."""
         self._prepare(key_states, value_states)
         self._make_room(key_states.shape[2])
-        past = self._past(key_states, value_states)
+        rows, start, length = self.rows, self.window_start, self.length + key_states.shape[2]
         keys, values = self._append(key_states, value_states)
-        past.recent = (keys,), (values,)
+        past = Past(
+            states=(self.key_state, self.value_state),
+            recent=((keys,), (values,)),
+            rows=rows,
+            window_start=start,
+            length=length,
+            sink_length=self.config.sink_length,
+            block_length=self.block_length,
+        )
         return PastTensor(past, 0, attend), PastTensor(past, 1)
 
     @storing
@@ -126,8 +145,9 @@ class QuantizedLayer(CacheLayerMixin):
         """Let storage be larger than what it holds, as it is most of the time: attention is compiled for views with
         room behind them, and would be compiled again for a tensor that ends where its storage does."""
         needed = self.length - self.window_start + new_tokens
+        blocks = max(len(row.blocks) for row in self.rows)
         for state in (self.key_state, self.value_state):
-            state.packed.make_room(max(len(row.blocks) for row in self.rows))
+            state.packed.make_room(blocks)
             assert state.window is not None
             if state.window.shape[2] <= needed:
                 window = state.window
@@ -183,7 +203,7 @@ class QuantizedLayer(CacheLayerMixin):
         return Past(
             states=states,
             recent=((windows[0][:, :, :used], key_states), (windows[1][:, :, :used], value_states)),
-            rows=[row.copy() for row in self.rows],
+            rows=self.rows,
             window_start=self.window_start,
             length=self.length + key_states.shape[2],
             sink_length=self.config.sink_length,
@@ -195,14 +215,16 @@ class QuantizedLayer(CacheLayerMixin):
     @storing
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
         """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before."""
-        used = self.length - self.window_start
-        states = ((self.key_state, key_states.detach()), (self.value_state, value_states.detach()))
-        sources = [self._extended(state, new, used) for state, new in states]
+        used, states = self.length - self.window_start, (self.key_state, self.value_state)
+        sources = [
+            self._extended(state, new, used) for state, new in zip(states, (key_states, value_states), strict=True)
+        ]
         first = self.length == 0
         self.length += key_states.shape[2]
-        self._close_blocks(sources)
+        if any(self._closable(row, self.length) > 0 for row in self.rows):
+            self._close_blocks(sources)
         start = self._next_window_start()
-        for (state, _), source in zip(states, sources, strict=True):
+        for state, source in zip(states, sources, strict=True):
             self._keep_window(state, source, start - self.window_start, exact=first)
         self.window_start = start
         return sources
@@ -213,13 +235,15 @@ class QuantizedLayer(CacheLayerMixin):
         assert state.window is not None
         end = used + new.shape[2]
         if end <= state.window.shape[2]:
-            state.window[:, :, used:end] = new
-            return state.window[:, :, :end]
+            held = state.window[:, :, :end]
+            held[:, :, used:] = new
+            return held
         return torch.cat([state.window[:, :, :used], new], 2) if used else new
 
     def _close_blocks(self, sources: list[torch.Tensor]) -> None:
         config, states = self.config, (self.key_state, self.value_state)
-        closable = [(rows, row, self._closable(row)) for rows, row in row_groups(self.rows)]
+        self.rows = [row.copy() for row in self.rows]
+        closable = [(rows, row, self._closable(row, self.length)) for rows, row in row_groups(self.rows)]
         for rows, row, count in closable:
             if count <= 0:
                 continue
@@ -245,8 +269,9 @@ class QuantizedLayer(CacheLayerMixin):
             row.calibrated = True
         self.energies.forget_if(row.calibrated for row in self.rows)
 
-    def _closable(self, row: RowState) -> int:
-        open_tokens = self.length - row.first_open(self.config.sink_length)
+    def _closable(self, row: RowState, length: int) -> int:
+        """Blocks that close in ``row`` when the layer holds ``length`` tokens."""
+        open_tokens = length - row.first_open(self.config.sink_length)
         if not row.blocks and open_tokens < self.config.needed_tokens:
             return 0
         return (open_tokens - self.config.residual_length) // self.block_length
@@ -268,17 +293,37 @@ class QuantizedLayer(CacheLayerMixin):
         state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = source[:, :, dropped:]
 
-    @storing
-    def note_queries(self, read: Callable[[int, int], torch.Tensor | str], key_states: torch.Tensor) -> None:
-        """Before the update with ``key_states``: keep what the statistics need of the queries; see
-        :meth:`QueryEnergies.note`."""
-        if not self.config.uses_queries:
+    @property
+    def awaits_queries(self) -> bool:
+        """Whether the statistics of some row are still to be made, from keys and queries."""
+        return self.config.uses_queries and not (self.rows and all(row.calibrated for row in self.rows))
+
+    def note_queries(self, read: Read, key_states: torch.Tensor, module: torch.nn.Module | None = None) -> None:
+        """Before the update with ``key_states``: keep what the statistics need of the queries.
+
+        Args:
+            read: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why there are
+                none.
+            key_states: the new keys ``[B, K, q, D]``.
+            module: the attention module that is called, if its attention will show the queries after the update.
+        """
+        if not self.awaits_queries:
             return
+        rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
         waiting: dict[int, list[int]] = {}
-        for index, row in enumerate(self.rows or [RowState() for _ in range(key_states.shape[0])]):
-            if not row.calibrated:
-                waiting.setdefault(row.padding + self.config.sink_length - self.length, []).append(index)
-        self.energies.note(read, key_states, waiting)
+        length, new, freezes = self.length, key_states.shape[2], False
+        for index, row in enumerate(rows):
+            first = row.padding + self.config.sink_length - length
+            if not row.calibrated and -self.config.calibration_length < first < new:
+                waiting.setdefault(first, []).append(index)
+                freezes = freezes or self._closable(row, length + new) > 0
+        if not waiting or self.energies.reason is not None:
+            return
+        wanted = Wanted(key_states, waiting, read, module)
+        if freezes or module is None:
+            self.energies.note(wanted, read)
+        else:
+            self.energies.expect(wanted)
 
     # ---------------------------------------------------------------- rotation
 
@@ -329,6 +374,7 @@ class QuantizedLayer(CacheLayerMixin):
             self.reset()
             return
         old_start, self.length = self.window_start, self.length - removed
+        self.rows = [row.copy() for row in self.rows]
         for row in self.rows:
             excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
             while excess > 0 and row.blocks:

@@ -24,10 +24,13 @@ from hf_kvquant.transforms import Rows, Step, Tables, calibrate, steps_of
 
 def storing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Run a method that allocates or writes storage outside autograd and outside inference mode: a cache filled under
-    ``torch.inference_mode`` can then go on under ``no_grad``, where inference tensors may not be written in place."""
+    ``torch.inference_mode`` can then go on under ``no_grad``, where inference tensors may not be written in place.
+    ``no_grad`` itself, as in ``generate``, needs no switching."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 

@@ -23,6 +23,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_kvquant import energies
 from hf_kvquant._compat import attention_of, set_attention
 from hf_kvquant.attention.backends import BACKENDS, automatic
 from hf_kvquant.attention.plan import refusal
@@ -102,6 +103,8 @@ def _attention(backend: str, previous: str) -> Attention:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not torch.compiler.is_compiling():
+            energies.show(module, query)
         past = past_of(key, value)
         if past is not None and not _declines(module, query, past, attention_mask, kwargs):
             scaling = kwargs.get("scaling")
