@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,9 +128,9 @@ class QueryEnergies:
         finite = seen.isfinite().all(-1, keepdim=True)
         return tree_sum(torch.where(finite, seen, 0.0), 2).squeeze(2) / finite.sum(2).clamp_min(1)
 
-    def forget_if(self, calibrated: Iterable[bool]) -> None:
+    def forget_if(self, is_calibrated: bool) -> None:
         """Let go once every row has its statistics."""
-        if all(calibrated):
+        if is_calibrated:
             self.held = None
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -18,12 +18,13 @@ Decisions:
 - Until a row has closed a block its sinks are simply the start of the window.
 - ``update`` returns what attention needs *before* anything of this call is closed: the new tokens are always exact.
 - ``rows`` are replaced, not changed, when a block closes or tokens are removed: a ``Past`` made before looks at the old
-  ones.
+  ones. What a decode step asks of them is worked out with the change (``Layout``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +34,7 @@ from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.energies import QueryEnergies, Read, Wanted
 from hf_kvquant.past import Past, PastTensor, row_groups
 from hf_kvquant.rotary import LayerRotary
-from hf_kvquant.storage import RowState, TensorState, storing
+from hf_kvquant.storage import Layout, RowState, TensorState, storing
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -59,12 +60,21 @@ class QuantizedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.length = 0
         self.window_start = 0
-        self.rows: list[RowState] = []
+        self.rows = []
         self.padding_is_set = False
         self.key_state = TensorState(self.config.key, tokens_last=True, stores_raw=self.config.pre_rope)
         self.value_state = TensorState(self.config.value, tokens_last=False, stores_raw=self.config.pre_rope)
         self.rotary_reason = ""
         self.energies = QueryEnergies(self.config.calibration_length)
+
+    @property
+    def rows(self) -> list[RowState]:
+        """Where the tokens of each batch row are; none before the first."""
+        return self.layout.rows
+
+    @rows.setter
+    def rows(self, rows: list[RowState]) -> None:
+        self.layout = Layout(rows, self.config, self.block_length)
 
     def reconfigure(self, config: KVQuantConfig) -> None:
         """Before the first token: another format; what is known of the padding stays."""
@@ -127,25 +137,16 @@ class QuantizedLayer(CacheLayerMixin):
         ``attend`` serves torch's attention."""
         self._prepare(key_states, value_states)
         self._make_room(key_states.shape[2])
-        rows, start, length = self.rows, self.window_start, self.length + key_states.shape[2]
+        layout, start, length = self.layout, self.window_start, self.length + key_states.shape[2]
         keys, values = self._append(key_states, value_states)
-        past = Past(
-            states=(self.key_state, self.value_state),
-            recent=((keys,), (values,)),
-            rows=rows,
-            window_start=start,
-            length=length,
-            sink_length=self.config.sink_length,
-            block_length=self.block_length,
-        )
+        past = Past((self.key_state, self.value_state), ((keys,), (values,)), layout, start, length)
         return PastTensor(past, 0, attend), PastTensor(past, 1)
 
     @storing
     def _make_room(self, new_tokens: int) -> None:
         """Let storage be larger than what it holds, as it is most of the time: attention is compiled for views with
         room behind them, and would be compiled again for a tensor that ends where its storage does."""
-        needed = self.length - self.window_start + new_tokens
-        blocks = max(len(row.blocks) for row in self.rows)
+        needed, blocks = self.length - self.window_start + new_tokens, self.layout.block_count
         for state in (self.key_state, self.value_state):
             state.packed.make_room(blocks)
             assert state.window is not None
@@ -165,7 +166,7 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def has_blocks(self) -> bool:
         """Whether some row has closed a block."""
-        return any(row.blocks for row in self.rows)
+        return self.layout.block_count > 0
 
     def get_seq_length(self) -> int:
         return self.length
@@ -203,11 +204,9 @@ class QuantizedLayer(CacheLayerMixin):
         return Past(
             states=states,
             recent=((windows[0][:, :, :used], key_states), (windows[1][:, :, :used], value_states)),
-            rows=self.rows,
+            layout=self.layout,
             window_start=self.window_start,
             length=self.length + key_states.shape[2],
-            sink_length=self.config.sink_length,
-            block_length=self.block_length,
         )
 
     # ---------------------------------------------------------------- writing
@@ -221,7 +220,7 @@ class QuantizedLayer(CacheLayerMixin):
         ]
         first = self.length == 0
         self.length += key_states.shape[2]
-        if any(self._closable(row, self.length) > 0 for row in self.rows):
+        if self.length >= self.layout.closes_at:
             self._close_blocks(sources)
         start = self._next_window_start()
         for state, source in zip(states, sources, strict=True):
@@ -242,9 +241,9 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _close_blocks(self, sources: list[torch.Tensor]) -> None:
         config, states = self.config, (self.key_state, self.value_state)
-        self.rows = [row.copy() for row in self.rows]
-        closable = [(rows, row, self._closable(row, self.length)) for rows, row in row_groups(self.rows)]
-        for rows, row, count in closable:
+        grown = list(self.rows)
+        for rows, row in row_groups(self.rows):
+            count = self._closable(row)
             if count <= 0:
                 continue
             start = row.first_open(config.sink_length) - self.window_start
@@ -256,8 +255,10 @@ class QuantizedLayer(CacheLayerMixin):
                 tokens = source[rows, :, start : start + count * self.block_length]
                 position = self.window_start + start
                 state.close(tokens, rows, position, len(row.blocks), self.block_length, source.shape[0])
-            for each in self.rows[rows]:
-                each.blocks.extend([self.block_length] * count)
+            blocks = row.blocks + [self.block_length] * count
+            grown[rows] = [RowState(row.padding, blocks, bool(config.needed_tokens))] * len(grown[rows])
+        self.rows = grown
+        self.energies.forget_if(self.layout.is_calibrated)
 
     def _calibrate(self, sources: list[torch.Tensor], rows: slice, start: int) -> None:
         """Freeze the statistics of ``rows``, whose first open token stands at ``start`` of the sources."""
@@ -265,19 +266,16 @@ class QuantizedLayer(CacheLayerMixin):
         position, energy = self.window_start + start, self.energies.mean(rows)
         self.key_state.calibrate(sources[0][rows, :, span], rows, position, energy)
         self.value_state.calibrate(sources[1][rows, :, span], rows, position, None)
-        for row in self.rows[rows]:
-            row.calibrated = True
-        self.energies.forget_if(row.calibrated for row in self.rows)
 
-    def _closable(self, row: RowState, length: int) -> int:
-        """Blocks that close in ``row`` when the layer holds ``length`` tokens."""
-        open_tokens = length - row.first_open(self.config.sink_length)
+    def _closable(self, row: RowState, new_tokens: int = 0) -> int:
+        """Blocks that close in ``row``, or will with ``new_tokens`` more."""
+        open_tokens = self.length + new_tokens - row.first_open(self.config.sink_length)
         if not row.blocks and open_tokens < self.config.needed_tokens:
             return 0
         return (open_tokens - self.config.residual_length) // self.block_length
 
     def _next_window_start(self) -> int:
-        return min(row.window_start(self.config.sink_length, self.length) for row in self.rows)
+        return min(self.length, self.layout.opens_at)
 
     def _keep_window(self, state: TensorState, source: torch.Tensor, dropped: int, exact: bool) -> None:
         """Make ``source`` without its first ``dropped`` tokens the window; capacity exact at prefill, growing by an
@@ -296,7 +294,7 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def awaits_queries(self) -> bool:
         """Whether the statistics of some row are still to be made, from keys and queries."""
-        return self.config.uses_queries and not (self.rows and all(row.calibrated for row in self.rows))
+        return not self.layout.is_calibrated and self.config.uses_queries
 
     def note_queries(self, read: Read, key_states: torch.Tensor, module: torch.nn.Module | None = None) -> None:
         """Before the update with ``key_states``: keep what the statistics need of the queries.
@@ -311,12 +309,12 @@ class QuantizedLayer(CacheLayerMixin):
             return
         rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
         waiting: dict[int, list[int]] = {}
-        length, new, freezes = self.length, key_states.shape[2], False
+        new, freezes = key_states.shape[2], False
         for index, row in enumerate(rows):
-            first = row.padding + self.config.sink_length - length
+            first = row.padding + self.config.sink_length - self.length
             if not row.calibrated and -self.config.calibration_length < first < new:
                 waiting.setdefault(first, []).append(index)
-                freezes = freezes or self._closable(row, length + new) > 0
+                freezes = freezes or self._closable(row, new) > 0
         if not waiting or self.energies.reason is not None:
             return
         wanted = Wanted(key_states, waiting, read, module)
@@ -345,21 +343,21 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def awaits_padding(self) -> bool:
         """Whether every token so far may be padding, so that the padding of some row is still to be learned."""
-        return not self.padding_is_set and (not self.rows or any(r.padding >= self.length - 1 for r in self.rows))
+        return not self.padding_is_set and (not self.rows or self.layout.padding >= self.length - 1)
 
     def set_padding(self, padding: list[int], fixed: bool = False) -> None:
         """Padded tokens per row; ``fixed`` means given by the user, not to be inferred again."""
-        if not self.length:
-            self.rows = [RowState() for _ in padding]
-        for row, count in zip(self.rows, padding, strict=True):
-            if row.padding >= self.length - 1:
-                row.padding = count
+        rows = self.rows if self.length else [RowState() for _ in padding]
+        self.rows = [
+            replace(row, padding=count) if row.padding >= self.length - 1 else row
+            for row, count in zip(rows, padding, strict=True)
+        ]
         self.padding_is_set = self.padding_is_set or fixed
 
     def expand_rows(self, batch_size: int) -> None:
         """Before the first token: beams and num_return_sequences repeat the rows that ``set_padding`` was given."""
         if batch_size % len(self.rows) == 0:
-            self.rows = [row.copy() for row in self.rows for _ in range(batch_size // len(self.rows))]
+            self.rows = [row for row in self.rows for _ in range(batch_size // len(self.rows))]
 
     # ---------------------------------------------------------------- batch, crop, devices
 
@@ -374,21 +372,23 @@ class QuantizedLayer(CacheLayerMixin):
             self.reset()
             return
         old_start, self.length = self.window_start, self.length - removed
-        self.rows = [row.copy() for row in self.rows]
-        for row in self.rows:
-            excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
-            while excess > 0 and row.blocks:
-                taken = min(excess, row.blocks[-1])
-                excess -= taken
-                row.blocks[-1] -= taken
-                if not row.blocks[-1]:
-                    row.blocks.pop()
-            row.calibrated = row.calibrated and bool(row.blocks)
+        self.rows = [self._shortened(row) for row in self.rows]
         # Never forward: a selection may have dropped the row that held the window back; the tensor still begins there.
         self.window_start = min(old_start, self._next_window_start())
         if self.window_start < old_start:
             for state in (self.key_state, self.value_state):
                 self._reopen_sinks(state, old_start)
+
+    def _shortened(self, row: RowState) -> RowState:
+        """After a crop: ``row`` without the tokens of closed blocks beyond the length."""
+        excess, blocks = row.first_open(self.config.sink_length) - self.length, list(row.blocks)
+        while excess > 0 and blocks:
+            taken = min(excess, blocks[-1])
+            excess -= taken
+            blocks[-1] -= taken
+            if not blocks[-1]:
+                blocks.pop()
+        return RowState(row.padding, blocks, row.calibrated and bool(blocks))
 
     @storing
     def _reopen_sinks(self, state: TensorState, old_start: int) -> None:
@@ -410,8 +410,8 @@ class QuantizedLayer(CacheLayerMixin):
         chosen = torch.arange(len(self.rows))[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
         if not len(chosen):
             raise self._refusal("indices=[] is not valid: keep at least one row, or reset() the cache")
-        self.rows = [self.rows[index].copy() for index in chosen.tolist()]
-        self.energies.forget_if(row.calibrated for row in self.rows)
+        self.rows = [self.rows[index] for index in chosen.tolist()]
+        self.energies.forget_if(self.layout.is_calibrated)
         self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
