@@ -178,9 +178,9 @@ class QuantizedKVCache(Cache):
 
     def _pays(self, layer: QuantizedLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether attention is to read the codes of ``layer`` for these new tokens."""
-        if torch.compiler.is_compiling() or self.offloading:
-            return False
         if layer.length < MIN_LENGTH or key_states.shape[2] > MAX_NEW_TOKENS or not layer.has_blocks:
+            return False
+        if self.offloading or torch.compiler.is_compiling():
             return False
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return False

@@ -74,7 +74,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     @rows.setter
     def rows(self, rows: list[RowState]) -> None:
-        self.layout = Layout(rows, self.config, self.block_length)
+        self.layout, self._accepted = Layout(rows, self.config, self.block_length), None
 
     def reconfigure(self, config: KVQuantConfig) -> None:
         """Before the first token: another format; what is known of the padding stays."""
@@ -136,13 +136,11 @@ class QuantizedLayer(CacheLayerMixin):
         """As :meth:`update`, but return handles to what is held instead of full tensors (:class:`PastTensor`);
         ``attend`` serves torch's attention."""
         self._prepare(key_states, value_states)
-        self._make_room(key_states.shape[2])
         layout, start, length = self.layout, self.window_start, self.length + key_states.shape[2]
-        keys, values = self._append(key_states, value_states)
+        keys, values = self._append(key_states, value_states, with_room=True)
         past = Past((self.key_state, self.value_state), ((keys,), (values,)), layout, start, length)
         return PastTensor(past, 0, attend), PastTensor(past, 1)
 
-    @storing
     def _make_room(self, new_tokens: int) -> None:
         """Let storage be larger than what it holds, as it is most of the time: attention is compiled for views with
         room behind them, and would be compiled again for a tensor that ends where its storage does."""
@@ -212,8 +210,13 @@ class QuantizedLayer(CacheLayerMixin):
     # ---------------------------------------------------------------- writing
 
     @storing
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
-        """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before."""
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, with_room: bool = False
+    ) -> list[torch.Tensor]:
+        """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before,
+        with room behind them if asked for."""
+        if with_room:
+            self._make_room(key_states.shape[2])
         used, states = self.length - self.window_start, (self.key_state, self.value_state)
         sources = [
             self._extended(state, new, used) for state, new in zip(states, (key_states, value_states), strict=True)
@@ -222,7 +225,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.length += key_states.shape[2]
         if self.length >= self.layout.closes_at:
             self._close_blocks(sources)
-        start = self._next_window_start()
+        start = min(self.length, self.layout.opens_at)
         for state, source in zip(states, sources, strict=True):
             self._keep_window(state, source, start - self.window_start, exact=first)
         self.window_start = start
@@ -273,9 +276,6 @@ class QuantizedLayer(CacheLayerMixin):
         if not row.blocks and open_tokens < self.config.needed_tokens:
             return 0
         return (open_tokens - self.config.residual_length) // self.block_length
-
-    def _next_window_start(self) -> int:
-        return min(self.length, self.layout.opens_at)
 
     def _keep_window(self, state: TensorState, source: torch.Tensor, dropped: int, exact: bool) -> None:
         """Make ``source`` without its first ``dropped`` tokens the window; capacity exact at prefill, growing by an
@@ -374,7 +374,7 @@ class QuantizedLayer(CacheLayerMixin):
         old_start, self.length = self.window_start, self.length - removed
         self.rows = [self._shortened(row) for row in self.rows]
         # Never forward: a selection may have dropped the row that held the window back; the tensor still begins there.
-        self.window_start = min(old_start, self._next_window_start())
+        self.window_start = min(old_start, self.length, self.layout.opens_at)
         if self.window_start < old_start:
             for state in (self.key_state, self.value_state):
                 self._reopen_sinks(state, old_start)
@@ -437,13 +437,22 @@ class QuantizedLayer(CacheLayerMixin):
             self.device = self.key_state.window.device
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """ValueError unless the tensors fit each other and what the layer holds."""
+        """ValueError unless the tensors fit each other and what the layer holds. Most steps bring what the last one
+        brought, and are not looked at any closer."""
+        if torch.compiler.is_compiling():
+            facts = None
+        else:
+            facts = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype
+            facts += (key_states.device, value_states.device)
+            if facts == self._accepted:
+                return
         device = self.device if self.is_initialized else key_states.device
         problem = delivered.problem(
             (self.key_state, self.value_state), len(self.rows), device, key_states, value_states
         )
         if problem:
             raise self._refusal(problem)
+        self._accepted = facts
 
     def _refusal(self, text: str) -> ValueError:
         return ValueError(f"layer {self.layer_idx}: {text}")
@@ -453,3 +462,4 @@ class QuantizedLayer(CacheLayerMixin):
         self.key_state.apply(function)
         self.value_state.apply(function)
         self.energies.apply(function)
+        self._accepted = None
