@@ -55,16 +55,13 @@ class _CaptureHook:
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             energies.begin()
-        arguments = self._arguments(args, kwargs)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs
         name, cache = _cache_in(arguments)
         if cache is None:
             self._warn_if_dropped(module, arguments)
             return
         cache.pending = self._pending(module, arguments, name, cache)
         self._remember(cache)
-
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs
 
     def _pending(
         self, module: torch.nn.Module, arguments: dict[str, Any], name: str, cache: QuantizedKVCache
@@ -84,7 +81,7 @@ class _CaptureHook:
         it would keep activations alive and travel with every copy of the cache."""
         if not torch.compiler.is_compiling():
             energies.finish(module)
-        _, cache = _cache_in(self._arguments(args, kwargs))
+        _, cache = _cache_in(dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs)
         if cache is not None:
             cache.pending = None
 
