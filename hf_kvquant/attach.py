@@ -4,7 +4,9 @@ Decision: one forward pre-hook per attention module, one hook that takes back wh
 else: no forward is replaced, no module gets a new attribute, so accelerate, PEFT, pickling, torch.compile and a
 second model of the same class go on as before. The hook leaves what it saw on the *cache* of this call
 (``cache.pending``), never on the module: a model may serve several threads, each with its own cache, and some models
-update other layer indices than the module's own. With any other cache, or none, the hook does nothing.
+update other layer indices than the module's own. Queries that our attention is to show after the update are awaited by
+the layer of the cache, which the thread finds until the module's forward ends (``energies.py``). With any other cache,
+or none, the hook does nothing.
 
 A module counts as attention if it has a ``layer_idx`` (gpt_neo: ``layer_id``), takes a cache, and holds no other such
 module.

@@ -287,11 +287,14 @@ class QuantizedKVCache(Cache):
                 layer.set_padding(counts, fixed=True)
         self.padding_source = "set_padding"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"pending": None}  # what an interrupted call left would take its module along
+
     @storing
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedKVCache:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
     def reset(self) -> None:

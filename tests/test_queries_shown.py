@@ -304,6 +304,8 @@ def test_after_an_exception_nothing_stale_is_noted() -> None:
         assert cache.layers[0].energies.held[:, :, 56:].isnan().all()
         copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
         assert all(each.layers[0].energies.wanted is None for each in copies)
+        cache.pending = tiny.pending(torch.zeros(1), torch.zeros(1, 1))  # as if interrupted before the update
+        assert copy.deepcopy(cache).pending is None
         for each in (cache, *copies):
             each.crop(-1)
             for token in range(60, TOTAL):
