@@ -109,10 +109,8 @@ def capture(model: Any, ids: torch.Tensor, queries: int) -> Capture:
 def _states(update: Update, queries: Queries) -> LayerStates:
     pending, raw = update.pending, None
     if pending is not None and pending.layout is not None and pending.layout.slot == "key":
-        assert pending.cos is not None
-        assert pending.sin is not None
-        raw = update.keys.float().clone()
-        pending.layout.unrotate_(raw, pending.cos[:, None].float(), pending.sin[:, None].float())
+        raw, (cos, sin) = update.keys.float().clone(), pending.tables
+        pending.layout.unrotate_(raw, cos[:, None].float(), sin[:, None].float())
     return LayerStates(update.layer, update.keys.float(), update.values.float(), raw, queries)
 
 

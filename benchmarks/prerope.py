@@ -43,10 +43,8 @@ def capture(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[tor
     updates = record(model, ids)
     first = updates[0].pending
     assert first is not None
-    assert first.cos is not None
-    assert first.sin is not None
     queries = [each.pending.queries(0, ids.shape[1]) for each in updates if each.pending is not None]
-    return [each.keys for each in updates], [q for q in queries if not isinstance(q, str)], first.cos, first.sin
+    return [each.keys for each in updates], [q for q in queries if not isinstance(q, str)], *first.tables
 
 
 def make_layer(fmt: str, pre_rope: bool, cos: torch.Tensor, sin: torch.Tensor) -> QuantizedLayer:

@@ -43,8 +43,10 @@ class Update:
     def to(self, dtype: torch.dtype) -> Update:
         """The same as a model of that dtype would have handed it over."""
         pending = self.pending
-        if pending is not None and pending.cos is not None and pending.sin is not None:
-            pending = dataclasses.replace(pending, cos=pending.cos.to(dtype), sin=pending.sin.to(dtype))
+        if pending is not None and pending.layout is not None:
+            cos, sin = pending.tables
+            layout = dataclasses.replace(pending.layout, expansion="single", swapped=False)
+            pending = dataclasses.replace(pending, layout=layout, embeddings=(cos.to(dtype), sin.to(dtype)))
         return dataclasses.replace(self, keys=self.keys.to(dtype), values=self.values.to(dtype), pending=pending)
 
 

@@ -4,7 +4,9 @@ Decision: one forward pre-hook per attention module, one hook that takes back wh
 else: no forward is replaced, no module gets a new attribute, so accelerate, PEFT, pickling, torch.compile and a
 second model of the same class go on as before. The hook leaves what it saw on the *cache* of this call
 (``cache.pending``), never on the module: a model may serve several threads, each with its own cache, and some models
-update other layer indices than the module's own. With any other cache, or none, the hook does nothing.
+update other layer indices than the module's own. Queries that our attention is to show after the update are awaited by
+the layer of the cache, which the thread finds until the module's forward ends (``energies.py``). With any other cache,
+or none, the hook does nothing.
 
 A module counts as attention if it has a ``layer_idx`` (gpt_neo: ``layer_id``), takes a cache, and holds no other such
 module.
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from transformers import EncoderDecoderCache
 
+from hf_kvquant import energies
 from hf_kvquant._compat import attention_of
 from hf_kvquant.attention import interface
 from hf_kvquant.attention.backends import Choice, choose
@@ -38,6 +41,7 @@ class _CaptureHook:
 
     def __init__(self, module: torch.nn.Module):
         self.names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
+        self.boundary = _longrope_boundary(module)
         self.uses = 0
         self.layout: RotaryLayout | None = None
         self.reason: str | None = None  # why there is no layout; None until probed
@@ -51,20 +55,21 @@ class _CaptureHook:
         interface.register()  # the configuration of the pickled model names our attention
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = dict(zip(self.names, args, strict=False)) | kwargs
-        name = next((name for name in _CACHE_NAMES if arguments.get(name) is not None), None)
-        cache = None if name is None else _quantized(arguments[name])
-        if name is None or cache is None:
+        if not torch.compiler.is_compiling():
+            energies.begin()
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs
+        name, cache = _cache_in(arguments)
+        if cache is None:
             self._warn_if_dropped(module, arguments)
             return
         cache.pending = self._pending(module, arguments, name, cache)
-        self._remember(module, cache)
+        self._remember(cache)
 
     def _pending(
         self, module: torch.nn.Module, arguments: dict[str, Any], name: str, cache: QuantizedKVCache
     ) -> Pending:
         queries = functools.partial(read_queries, module, arguments, name)
-        attends = interface.parse(attention_of(module)) is not None
+        attends = module if interface.parse(attention_of(module)) is not None else None
         if not cache.wants_rotation:
             return Pending(None, "", queries, attends=attends)
         if self.layout is None and self.reason is None:
@@ -76,11 +81,11 @@ class _CaptureHook:
     def release(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: what the cache did not take in the call (cross-attention, shared layers) is not left on it, or
         it would keep activations alive and travel with every copy of the cache."""
-        arguments = dict(zip(self.names, args, strict=False)) | kwargs
-        for name in _CACHE_NAMES:
-            cache = _quantized(arguments.get(name))
-            if cache is not None:
-                cache.pending = None
+        if not torch.compiler.is_compiling():
+            energies.finish(module)
+        _, cache = _cache_in(dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs)
+        if cache is not None:
+            cache.pending = None
 
     def _probe(self, module: torch.nn.Module, arguments: dict[str, Any], cache_name: str) -> None:
         if torch.compiler.is_compiling():
@@ -96,9 +101,9 @@ class _CaptureHook:
         else:
             self.layout, self.reason = probe(module, arguments, cache_name)
 
-    def _remember(self, module: torch.nn.Module, cache: QuantizedKVCache) -> None:
+    def _remember(self, cache: QuantizedKVCache) -> None:
         """Only models with a longrope boundary drop a cache; nothing is kept for the others."""
-        if _longrope_boundary(module) and not torch.compiler.is_compiling():
+        if self.boundary and not torch.compiler.is_compiling():
             self.last = weakref.ref(cache)
 
     def _warn_if_dropped(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
@@ -107,7 +112,7 @@ class _CaptureHook:
         cache = None if self.last is None else self.last()
         if cache is None:
             return
-        boundary = _longrope_boundary(module)
+        boundary = self.boundary
         if arguments["hidden_states"].shape[1] in (1, boundary + 1) and cache.get_seq_length() == boundary:
             self.last = None
             warnings.warn(
@@ -132,10 +137,15 @@ def _reason_without_tables(module: torch.nn.Module) -> str:
     return "rotates inside the attention module, out of sight" if inside else NO_ROPE
 
 
-def _quantized(cache: Any) -> QuantizedKVCache | None:
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    return cache if isinstance(cache, QuantizedKVCache) else None
+def _cache_in(arguments: dict[str, Any]) -> tuple[str, QuantizedKVCache | None]:
+    """The cache among the arguments of a call, if it is one of ours, and its name."""
+    for name in _CACHE_NAMES:
+        cache = arguments.get(name)
+        if cache is not None:
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
+            return name, cache if isinstance(cache, QuantizedKVCache) else None
+    return "", None
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -139,35 +139,52 @@ class QuantizedKVCache(Cache):
                 f"layer_idx={layer_idx} is not valid: this cache was built for the {len(self.layers)} layers of a "
                 f"{self.model_facts['model_type']!r} model; build it from the config of the model that uses it"
             )
-        layer = self.layers[layer_idx]
+        layer, pending, self.pending = self.layers[layer_idx], self.pending, None
         if self.is_encoder_decoder:
             self._refuse_cross_attention(layer_idx)
-        if isinstance(layer, QuantizedLayer) and layer.rows and not layer.is_initialized:
-            layer.expand_rows(key_states.shape[0])
-        if isinstance(layer, QuantizedLayer) and layer.awaits_padding:
-            self._learn_padding(layer, key_states, kwargs)
-        pending, self.pending = self.pending, None
-        if self.is_default and isinstance(layer, QuantizedLayer) and not layer.length:
-            self._choose_default(pending is not None)
-        if self.quantization.needs_attach and isinstance(layer, QuantizedLayer):
-            layer.check(key_states, value_states)
-            self._capture_rotation(layer, pending, key_states)
-        if self._pays(layer, key_states, value_states):
-            if pending is None and self._attends_unattached(key_states.device):
-                return layer.update_for_attention(key_states, value_states, attend_unattached)
-            if pending is not None and pending.attends:
-                return layer.update_for_attention(key_states, value_states)
+        if isinstance(layer, QuantizedLayer):
+            self._prepare(layer, pending, key_states, value_states, kwargs)
+            if self._pays(layer, key_states, value_states):
+                if pending is None and self._attends_unattached(key_states.device):
+                    return layer.update_for_attention(key_states, value_states, attend_unattached)
+                if pending is not None and pending.attends is not None:
+                    return layer.update_for_attention(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _pays(self, layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+    def _prepare(
+        self,
+        layer: QuantizedLayer,
+        pending: Pending | None,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """What ``layer`` has to know before it takes in new tokens: padding, format, rotation, queries."""
+        if layer.rows and not layer.is_initialized:
+            layer.expand_rows(key_states.shape[0])
+        if layer.awaits_padding:
+            self._learn_padding(layer, key_states, kwargs)
+        if self.is_default and not layer.length:
+            self._choose_default(pending is not None)
+        if self.quantization.needs_attach and not (pending is not None and self._has_captured(layer)):
+            layer.check(key_states, value_states)
+            self._capture_rotation(layer, pending, key_states)
+
+    def _has_captured(self, layer: QuantizedLayer) -> bool:
+        """Whether an earlier layer of this forward has kept the tables of the new tokens, and nothing else is needed:
+        so it is in most decode steps."""
+        known = layer.rotary is None or layer.rotary.table.length != layer.length
+        return known and layer.length > 0 and not layer.awaits_queries
+
+    def _pays(self, layer: QuantizedLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether attention is to read the codes of ``layer`` for these new tokens."""
-        if not isinstance(layer, QuantizedLayer) or self.offloading or torch.compiler.is_compiling():
+        if layer.length < MIN_LENGTH or key_states.shape[2] > MAX_NEW_TOKENS or not layer.has_blocks:
+            return False
+        if self.offloading or torch.compiler.is_compiling():
             return False
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return False
-        if all(spec.number_format.lossless for spec in (layer.config.key, layer.config.value)):
-            return False  # "none" promises the very bits of DynamicCache
-        return key_states.shape[2] <= MAX_NEW_TOKENS and layer.length >= MIN_LENGTH and layer.has_blocks
+        return not layer.is_lossless  # "none" promises the very bits of DynamicCache
 
     def _attends_unattached(self, device: torch.device) -> bool:
         return self.backend == "auto" and choose("auto", device).name != "full"
@@ -234,11 +251,9 @@ class QuantizedKVCache(Cache):
                 None if pending.layout is None else self.rotary.join(pending, key_states.shape[2], layer.block_length)
             )
             layer.set_rotary(joined, pending.reason)
-        layer.note_queries(pending.queries, key_states)
+        layer.note_queries(pending.queries, key_states, None if torch.compiler.is_compiling() else pending.attends)
         if layer.rotary is not None and layer.rotary.table.length == layer.length:
-            assert pending.cos is not None
-            assert pending.sin is not None
-            layer.rotary.table.append(pending.cos, pending.sin)
+            layer.rotary.table.append(*pending.tables)
 
     def _warn_once(self, layer: QuantizedLayer, pending: Pending) -> None:
         if pending.layout is None and pending.reason != NO_ROPE and not self.has_warned:
@@ -272,11 +287,14 @@ class QuantizedKVCache(Cache):
                 layer.set_padding(counts, fixed=True)
         self.padding_source = "set_padding"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"pending": None}  # what an interrupted call left would take its module along
+
     @storing
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedKVCache:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
     def reset(self) -> None:

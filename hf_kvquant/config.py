@@ -8,6 +8,7 @@ Decision: a configuration is plain data that round-trips through JSON. Defaults 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -113,13 +114,13 @@ class KVQuantConfig:
             return replace(self, layers={}) if self.layers else self
         return replace(self, key=override.key or self.key, value=override.value or self.value, layers={})
 
-    @property
+    @functools.cached_property
     def needs_attach(self) -> bool:
         """Whether some layer stores what only an attached model shows: the rotation of the keys."""
         keys = (self.key, *(override.key for override in self.layers.values()))
         return self.pre_rope or any(key is not None and key.center == "rope" for key in keys)
 
-    @property
+    @functools.cached_property
     def uses_queries(self) -> bool:
         """Whether the statistics of the keys weigh channels by the queries (without overrides)."""
         return self.key.normalize and self.key.center == "rope"

@@ -18,8 +18,7 @@ def problem(
         device: where they are held.
         keys, values: ``[B, K, q, D]`` as delivered.
     """
-    pairs = (("key_states", states[0], keys), ("value_states", states[1], values))
-    for name, _, tensor in pairs:
+    for name, tensor in (("key_states", keys), ("value_states", values)):
         if tensor.dim() != 4 or not tensor.is_floating_point():
             return (
                 f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not valid: it must be a floating "
@@ -35,7 +34,7 @@ def problem(
             f"batch size {keys.shape[0]} does not match the {rows} rows held; reset() the cache, or change its batch "
             "with batch_select_indices or batch_repeat_interleave"
         )
-    return next(filter(None, (_against(name, state, device, tensor) for name, state, tensor in pairs)), "")
+    return _against("key_states", states[0], device, keys) or _against("value_states", states[1], device, values)
 
 
 def _against(name: str, state: TensorState, device: torch.device, tensor: torch.Tensor) -> str:
@@ -44,16 +43,13 @@ def _against(name: str, state: TensorState, device: torch.device, tensor: torch.
         return f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales; calibrate it anew"
     if held is None:
         return ""
-    facts = (
-        ("kv_heads", tensor.shape[1], held.shape[1]),
-        ("head_dim", tensor.shape[3], held.shape[3]),
-        ("dtype", tensor.dtype, held.dtype),
-        ("device", tensor.device, device),
+    found = tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device
+    right = held.shape[1], held.shape[3], held.dtype, device
+    if found == right:
+        return ""
+    facts = zip(("kv_heads", "head_dim", "dtype", "device"), found, right, strict=True)
+    fact, got, expected = next(each for each in facts if each[1] != each[2])
+    return (
+        f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
+        "device (cache.to(device) moves it), or reset() it first"
     )
-    for fact, got, expected in facts:
-        if got != expected:
-            return (
-                f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
-                "device (cache.to(device) moves it), or reset() it first"
-            )
-    return ""

@@ -17,21 +17,24 @@ Decisions:
   which would quantize it a second time later.
 - Until a row has closed a block its sinks are simply the start of the window.
 - ``update`` returns what attention needs *before* anything of this call is closed: the new tokens are always exact.
+- ``rows`` are replaced, not changed, when a block closes or tokens are removed: a ``Past`` made before looks at the old
+  ones. What a decode step asks of them is worked out with the change (``Layout``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from hf_kvquant import delivered
 from hf_kvquant._compat import CacheLayerMixin
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.energies import QueryEnergies
+from hf_kvquant.energies import QueryEnergies, Read, Wanted
 from hf_kvquant.past import Past, PastTensor, row_groups
 from hf_kvquant.rotary import LayerRotary
-from hf_kvquant.storage import RowState, TensorState, storing
+from hf_kvquant.storage import Layout, RowState, TensorState, storing
 
 
 class QuantizedLayer(CacheLayerMixin):
@@ -48,9 +51,8 @@ class QuantizedLayer(CacheLayerMixin):
     supports_early_init = True
 
     def __init__(self, config: KVQuantConfig, layer_idx: int = 0):
-        self.config = config
         self.layer_idx = layer_idx
-        self.block_length = config.block_length  # once: its computation does not trace under torch.compile
+        self._set_format(config)
         self.reset()
 
     def reset(self) -> None:
@@ -58,19 +60,33 @@ class QuantizedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.length = 0
         self.window_start = 0
-        self.rows: list[RowState] = []
+        self.rows = []
         self.padding_is_set = False
         self.key_state = TensorState(self.config.key, tokens_last=True, stores_raw=self.config.pre_rope)
         self.value_state = TensorState(self.config.value, tokens_last=False, stores_raw=self.config.pre_rope)
         self.rotary_reason = ""
         self.energies = QueryEnergies(self.config.calibration_length)
 
+    @property
+    def rows(self) -> list[RowState]:
+        """Where the tokens of each batch row are; none before the first."""
+        return self.layout.rows
+
+    @rows.setter
+    def rows(self, rows: list[RowState]) -> None:
+        self.layout, self._accepted = Layout(rows, self.config, self.block_length), None
+
     def reconfigure(self, config: KVQuantConfig) -> None:
         """Before the first token: another format; what is known of the padding stays."""
         rows, fixed = self.rows, self.padding_is_set
-        self.config, self.block_length = config, config.block_length
+        self._set_format(config)
         self.reset()
         self.rows, self.padding_is_set = rows, fixed
+
+    def _set_format(self, config: KVQuantConfig) -> None:
+        self.config = config
+        self.block_length = config.block_length  # once: its computation does not trace under torch.compile
+        self.is_lossless = all(spec.number_format.lossless for spec in (config.key, config.value))
 
     @storing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -93,16 +109,21 @@ class QuantizedLayer(CacheLayerMixin):
 
         Returns:
             Keys and values ``[B, K, T + q, D]``: closed blocks dequantized, everything else exact; padding reads as
-            zeros once it has left the window.
+            zeros once it has left the window. Not to be written to: while the window holds everything they may be
+            views of it, as with transformers' own caches.
 
         Raises:
             ValueError: shape, dtype or device differ from what the layer holds.
         """
         self._prepare(key_states, value_states)
-        full = (key_states, value_states)
-        if self.length:
-            past = self._past(key_states, value_states)
-            full = past.read(0), past.read(1)
+        if not self.length:
+            self._append(key_states, value_states)
+            return key_states, value_states
+        if not (self.window_start or self.has_blocks or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            keys, values = self._append(key_states, value_states)
+            return keys, values
+        past = self._past(key_states, value_states)
+        full = past.read(0), past.read(1)
         self._append(key_states, value_states)
         return full
 
@@ -115,19 +136,17 @@ class QuantizedLayer(CacheLayerMixin):
         """As :meth:`update`, but return handles to what is held instead of full tensors (:class:`PastTensor`);
         ``attend`` serves torch's attention."""
         self._prepare(key_states, value_states)
-        self._make_room(key_states.shape[2])
-        past = self._past(key_states, value_states)
-        keys, values = self._append(key_states, value_states)
-        past.recent = (keys,), (values,)
+        layout, start, length = self.layout, self.window_start, self.length + key_states.shape[2]
+        keys, values = self._append(key_states, value_states, with_room=True)
+        past = Past((self.key_state, self.value_state), ((keys,), (values,)), layout, start, length)
         return PastTensor(past, 0, attend), PastTensor(past, 1)
 
-    @storing
     def _make_room(self, new_tokens: int) -> None:
         """Let storage be larger than what it holds, as it is most of the time: attention is compiled for views with
         room behind them, and would be compiled again for a tensor that ends where its storage does."""
-        needed = self.length - self.window_start + new_tokens
+        needed, blocks = self.length - self.window_start + new_tokens, self.layout.block_count
         for state in (self.key_state, self.value_state):
-            state.packed.make_room(max(len(row.blocks) for row in self.rows))
+            state.packed.make_room(blocks)
             assert state.window is not None
             if state.window.shape[2] <= needed:
                 window = state.window
@@ -145,7 +164,7 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def has_blocks(self) -> bool:
         """Whether some row has closed a block."""
-        return any(row.blocks for row in self.rows)
+        return self.layout.block_count > 0
 
     def get_seq_length(self) -> int:
         return self.length
@@ -183,26 +202,31 @@ class QuantizedLayer(CacheLayerMixin):
         return Past(
             states=states,
             recent=((windows[0][:, :, :used], key_states), (windows[1][:, :, :used], value_states)),
-            rows=[row.copy() for row in self.rows],
+            layout=self.layout,
             window_start=self.window_start,
             length=self.length + key_states.shape[2],
-            sink_length=self.config.sink_length,
-            block_length=self.block_length,
         )
 
     # ---------------------------------------------------------------- writing
 
     @storing
-    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
-        """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before."""
-        used = self.length - self.window_start
-        states = ((self.key_state, key_states.detach()), (self.value_state, value_states.detach()))
-        sources = [self._extended(state, new, used) for state, new in states]
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, with_room: bool = False
+    ) -> list[torch.Tensor]:
+        """Take in new tokens, close what can be closed; window and new tokens ``[B, K, ., D]`` as they were before,
+        with room behind them if asked for."""
+        if with_room:
+            self._make_room(key_states.shape[2])
+        used, states = self.length - self.window_start, (self.key_state, self.value_state)
+        sources = [
+            self._extended(state, new, used) for state, new in zip(states, (key_states, value_states), strict=True)
+        ]
         first = self.length == 0
         self.length += key_states.shape[2]
-        self._close_blocks(sources)
-        start = self._next_window_start()
-        for (state, _), source in zip(states, sources, strict=True):
+        if self.length >= self.layout.closes_at:
+            self._close_blocks(sources)
+        start = min(self.length, self.layout.opens_at)
+        for state, source in zip(states, sources, strict=True):
             self._keep_window(state, source, start - self.window_start, exact=first)
         self.window_start = start
         return sources
@@ -213,14 +237,16 @@ class QuantizedLayer(CacheLayerMixin):
         assert state.window is not None
         end = used + new.shape[2]
         if end <= state.window.shape[2]:
-            state.window[:, :, used:end] = new
-            return state.window[:, :, :end]
+            held = state.window[:, :, :end]
+            held[:, :, used:] = new
+            return held
         return torch.cat([state.window[:, :, :used], new], 2) if used else new
 
     def _close_blocks(self, sources: list[torch.Tensor]) -> None:
         config, states = self.config, (self.key_state, self.value_state)
-        closable = [(rows, row, self._closable(row)) for rows, row in row_groups(self.rows)]
-        for rows, row, count in closable:
+        grown = list(self.rows)
+        for rows, row in row_groups(self.rows):
+            count = self._closable(row)
             if count <= 0:
                 continue
             start = row.first_open(config.sink_length) - self.window_start
@@ -232,8 +258,10 @@ class QuantizedLayer(CacheLayerMixin):
                 tokens = source[rows, :, start : start + count * self.block_length]
                 position = self.window_start + start
                 state.close(tokens, rows, position, len(row.blocks), self.block_length, source.shape[0])
-            for each in self.rows[rows]:
-                each.blocks.extend([self.block_length] * count)
+            blocks = row.blocks + [self.block_length] * count
+            grown[rows] = [RowState(row.padding, blocks, bool(config.needed_tokens))] * len(grown[rows])
+        self.rows = grown
+        self.energies.forget_if(self.layout.is_calibrated)
 
     def _calibrate(self, sources: list[torch.Tensor], rows: slice, start: int) -> None:
         """Freeze the statistics of ``rows``, whose first open token stands at ``start`` of the sources."""
@@ -241,18 +269,13 @@ class QuantizedLayer(CacheLayerMixin):
         position, energy = self.window_start + start, self.energies.mean(rows)
         self.key_state.calibrate(sources[0][rows, :, span], rows, position, energy)
         self.value_state.calibrate(sources[1][rows, :, span], rows, position, None)
-        for row in self.rows[rows]:
-            row.calibrated = True
-        self.energies.forget_if(row.calibrated for row in self.rows)
 
-    def _closable(self, row: RowState) -> int:
-        open_tokens = self.length - row.first_open(self.config.sink_length)
+    def _closable(self, row: RowState, new_tokens: int = 0) -> int:
+        """Blocks that close in ``row``, or will with ``new_tokens`` more."""
+        open_tokens = self.length + new_tokens - row.first_open(self.config.sink_length)
         if not row.blocks and open_tokens < self.config.needed_tokens:
             return 0
         return (open_tokens - self.config.residual_length) // self.block_length
-
-    def _next_window_start(self) -> int:
-        return min(row.window_start(self.config.sink_length, self.length) for row in self.rows)
 
     def _keep_window(self, state: TensorState, source: torch.Tensor, dropped: int, exact: bool) -> None:
         """Make ``source`` without its first ``dropped`` tokens the window; capacity exact at prefill, growing by an
@@ -268,17 +291,37 @@ class QuantizedLayer(CacheLayerMixin):
         state.window = source.new_empty(*source.shape[:2], capacity, source.shape[3])
         state.window[:, :, :needed] = source[:, :, dropped:]
 
-    @storing
-    def note_queries(self, read: Callable[[int, int], torch.Tensor | str], key_states: torch.Tensor) -> None:
-        """Before the update with ``key_states``: keep what the statistics need of the queries; see
-        :meth:`QueryEnergies.note`."""
-        if not self.config.uses_queries:
+    @property
+    def awaits_queries(self) -> bool:
+        """Whether the statistics of some row are still to be made, from keys and queries."""
+        return not self.layout.is_calibrated and self.config.uses_queries
+
+    def note_queries(self, read: Read, key_states: torch.Tensor, module: torch.nn.Module | None = None) -> None:
+        """Before the update with ``key_states``: keep what the statistics need of the queries.
+
+        Args:
+            read: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why there are
+                none.
+            key_states: the new keys ``[B, K, q, D]``.
+            module: the attention module that is called, if its attention will show the queries after the update.
+        """
+        if not self.awaits_queries:
             return
+        rows = self.rows or [RowState() for _ in range(key_states.shape[0])]
         waiting: dict[int, list[int]] = {}
-        for index, row in enumerate(self.rows or [RowState() for _ in range(key_states.shape[0])]):
-            if not row.calibrated:
-                waiting.setdefault(row.padding + self.config.sink_length - self.length, []).append(index)
-        self.energies.note(read, key_states, waiting)
+        new, freezes = key_states.shape[2], False
+        for index, row in enumerate(rows):
+            first = row.padding + self.config.sink_length - self.length
+            if not row.calibrated and -self.config.calibration_length < first < new:
+                waiting.setdefault(first, []).append(index)
+                freezes = freezes or self._closable(row, new) > 0
+        if not waiting or self.energies.reason is not None:
+            return
+        wanted = Wanted(key_states, waiting, read, module)
+        if freezes or module is None:
+            self.energies.note(wanted, read)
+        else:
+            self.energies.expect(wanted)
 
     # ---------------------------------------------------------------- rotation
 
@@ -300,21 +343,21 @@ class QuantizedLayer(CacheLayerMixin):
     @property
     def awaits_padding(self) -> bool:
         """Whether every token so far may be padding, so that the padding of some row is still to be learned."""
-        return not self.padding_is_set and (not self.rows or any(r.padding >= self.length - 1 for r in self.rows))
+        return not self.padding_is_set and (not self.rows or self.layout.padding >= self.length - 1)
 
     def set_padding(self, padding: list[int], fixed: bool = False) -> None:
         """Padded tokens per row; ``fixed`` means given by the user, not to be inferred again."""
-        if not self.length:
-            self.rows = [RowState() for _ in padding]
-        for row, count in zip(self.rows, padding, strict=True):
-            if row.padding >= self.length - 1:
-                row.padding = count
+        rows = self.rows if self.length else [RowState() for _ in padding]
+        self.rows = [
+            replace(row, padding=count) if row.padding >= self.length - 1 else row
+            for row, count in zip(rows, padding, strict=True)
+        ]
         self.padding_is_set = self.padding_is_set or fixed
 
     def expand_rows(self, batch_size: int) -> None:
         """Before the first token: beams and num_return_sequences repeat the rows that ``set_padding`` was given."""
         if batch_size % len(self.rows) == 0:
-            self.rows = [row.copy() for row in self.rows for _ in range(batch_size // len(self.rows))]
+            self.rows = [row for row in self.rows for _ in range(batch_size // len(self.rows))]
 
     # ---------------------------------------------------------------- batch, crop, devices
 
@@ -329,20 +372,23 @@ class QuantizedLayer(CacheLayerMixin):
             self.reset()
             return
         old_start, self.length = self.window_start, self.length - removed
-        for row in self.rows:
-            excess = row.first_open(self.config.sink_length) - self.length if row.blocks else 0
-            while excess > 0 and row.blocks:
-                taken = min(excess, row.blocks[-1])
-                excess -= taken
-                row.blocks[-1] -= taken
-                if not row.blocks[-1]:
-                    row.blocks.pop()
-            row.calibrated = row.calibrated and bool(row.blocks)
+        self.rows = [self._shortened(row) for row in self.rows]
         # Never forward: a selection may have dropped the row that held the window back; the tensor still begins there.
-        self.window_start = min(old_start, self._next_window_start())
+        self.window_start = min(old_start, self.length, self.layout.opens_at)
         if self.window_start < old_start:
             for state in (self.key_state, self.value_state):
                 self._reopen_sinks(state, old_start)
+
+    def _shortened(self, row: RowState) -> RowState:
+        """After a crop: ``row`` without the tokens of closed blocks beyond the length."""
+        excess, blocks = row.first_open(self.config.sink_length) - self.length, list(row.blocks)
+        while excess > 0 and blocks:
+            taken = min(excess, blocks[-1])
+            excess -= taken
+            blocks[-1] -= taken
+            if not blocks[-1]:
+                blocks.pop()
+        return RowState(row.padding, blocks, row.calibrated and bool(blocks))
 
     @storing
     def _reopen_sinks(self, state: TensorState, old_start: int) -> None:
@@ -364,8 +410,8 @@ class QuantizedLayer(CacheLayerMixin):
         chosen = torch.arange(len(self.rows))[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
         if not len(chosen):
             raise self._refusal("indices=[] is not valid: keep at least one row, or reset() the cache")
-        self.rows = [self.rows[index].copy() for index in chosen.tolist()]
-        self.energies.forget_if(row.calibrated for row in self.rows)
+        self.rows = [self.rows[index] for index in chosen.tolist()]
+        self.energies.forget_if(self.layout.is_calibrated)
         self._apply(lambda tensor: tensor.index_select(0, chosen.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -391,13 +437,22 @@ class QuantizedLayer(CacheLayerMixin):
             self.device = self.key_state.window.device
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """ValueError unless the tensors fit each other and what the layer holds."""
+        """ValueError unless the tensors fit each other and what the layer holds. Most steps bring what the last one
+        brought, and are not looked at any closer."""
+        if torch.compiler.is_compiling():
+            facts = None
+        else:
+            facts = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype
+            facts += (key_states.device, value_states.device)
+            if facts == self._accepted:
+                return
         device = self.device if self.is_initialized else key_states.device
         problem = delivered.problem(
             (self.key_state, self.value_state), len(self.rows), device, key_states, value_states
         )
         if problem:
             raise self._refusal(problem)
+        self._accepted = facts
 
     def _refusal(self, text: str) -> ValueError:
         return ValueError(f"layer {self.layer_idx}: {text}")
@@ -407,3 +462,4 @@ class QuantizedLayer(CacheLayerMixin):
         self.key_state.apply(function)
         self.value_state.apply(function)
         self.energies.apply(function)
+        self._accepted = None

@@ -14,7 +14,6 @@ moves what it looks at.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from hf_kvquant.storage import RowState, TensorState
+from hf_kvquant.storage import Layout, RowState, TensorState
 
 
 @dataclass
@@ -32,33 +31,39 @@ class Past:
     Attributes:
         states: keys and values as held (``window`` is not looked at).
         recent: per tensor the pieces ``[B, K, ., D]`` of the tokens ``window_start .. length``, oldest first.
-        rows: where the tokens of each row are.
+        layout: where the tokens of each row are.
         window_start: position of the first recent token.
         length: tokens, the new ones included.
-        sink_length, block_length: of the format.
     """
 
     states: tuple[TensorState, TensorState]
     recent: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-    rows: list[RowState]
+    layout: Layout
     window_start: int
     length: int
-    sink_length: int
-    block_length: int
 
-    @functools.cached_property
+    @property
+    def rows(self) -> list[RowState]:
+        return self.layout.rows
+
+    @property
+    def sink_length(self) -> int:
+        return self.layout.sink_length
+
+    @property
+    def block_length(self) -> int:
+        return self.layout.block_length
+
+    @property
     def block_count(self) -> int:
         """Blocks of the row that has most."""
-        return max(len(row.blocks) for row in self.rows)
+        return self.layout.block_count
 
-    @functools.cached_property
+    @property
     def is_regular(self) -> bool:
         """Whether all rows are laid out alike, in whole blocks that the window follows: every token held is then there
         once and to be seen. (A crop shortens a block; a row that left the batch may have held the window back.)"""
-        first = self.rows[0]
-        whole = first.blocks.count(self.block_length) == len(first.blocks)
-        follows = first.window_start(self.sink_length, self.length) == self.window_start
-        return whole and follows and all(row == first for row in self.rows[1:])
+        return self.layout.is_whole and min(self.length, self.layout.opens_at) == self.window_start
 
     def read(self, slot: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """All keys (``slot`` 0) or values (1) ``[B, K, length, D]`` in a new tensor, of the delivered dtype unless told

@@ -1,11 +1,12 @@
 """Reading the queries of an attention call, for statistics that weigh keys by what is asked of them.
 
-Decision: the module's own forward is run once more on the few tokens that are still to be counted (once per sequence,
-at most ``sinks + calibration_length`` tokens), on a shallow copy of the module whose configuration names an attention
-function of ours; that function ends the forward with the queries before any attention is computed. So every
-projection, norm, bias, adapter and rotation is the model's own, the module itself is not touched, and the cost is one
-projection of those tokens. Rejected: hooks on ``q_proj`` and its kin, which are named and normed differently in each
-model. Attention written out in the module, without transformers' interface, shows no queries.
+Decision: where attention of ours does not show them in time (``energies.py``), that is in a prefill that closes the
+first block and in modules that attend in another way, the module's own forward is run once more on the few tokens that
+are still to be counted (at most ``sinks + calibration_length`` of a sequence), on a shallow copy of the module whose
+configuration names an attention function of ours; that function ends the forward with the queries before any attention
+is computed. So every projection, norm, bias, adapter and rotation is the model's own, the module itself is not touched,
+and the cost is one projection of those tokens. Rejected: hooks on ``q_proj`` and its kin, which are named and normed
+differently in each model. Attention written out in the module, without transformers' interface, shows no queries.
 """
 
 from __future__ import annotations

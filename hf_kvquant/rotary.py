@@ -211,27 +211,27 @@ class LayerRotary:
         return cos, sin
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
-    """What a hook saw of the attention call in progress.
+    """What a hook saw of the attention call in progress; one is made per layer and step, so it works out nothing.
 
     Attributes:
         layout: how the module rotates; None: not at all, or not to be seen, for the reason given.
         reason: why there is no layout.
         queries: gives the queries ``[B, H, stop - start, D]`` of the new tokens ``start .. stop``, or why they are not
             seen.
-        cos, sin: tables of the new tokens.
-        source: identifies the tables: layers of one forward that share it are one group.
-        attends: the module attends through our attention interface, which takes handles for keys and values.
+        embeddings: what the module rotates by; None where there is no layout.
+        source: identifies them: layers of one forward that share it are one group.
+        attends: the module, if it attends through our attention interface, which takes handles for keys and values and
+            shows the queries.
     """
 
     layout: RotaryLayout | None
     reason: str
     queries: Callable[[int, int], torch.Tensor | str]
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
+    embeddings: PositionEmbeddings | None = None
     source: int = 0
-    attends: bool = False
+    attends: torch.nn.Module | None = None
 
     @classmethod
     def of(
@@ -239,10 +239,17 @@ class Pending:
         layout: RotaryLayout,
         position_embeddings: PositionEmbeddings,
         queries: Callable[[int, int], torch.Tensor | str],
-        attends: bool = False,
+        attends: torch.nn.Module | None = None,
     ) -> Pending:
         first = position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings
-        return cls(layout, "", queries, *layout.tables(position_embeddings), id(first), attends)
+        return cls(layout, "", queries, position_embeddings, id(first), attends)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos, sin [B or 1, q, h]`` of the new tokens; only where there is a layout."""
+        assert self.layout is not None
+        assert self.embeddings is not None
+        return self.layout.tables(self.embeddings)
 
 
 @dataclass
@@ -254,12 +261,11 @@ class RotaryTables:
     def join(self, pending: Pending, new_tokens: int, block_length: int) -> LayerRotary:
         """Rotation of a layer that is about to get its first tokens: with the table of its group, or a new one."""
         assert pending.layout is not None
-        assert pending.cos is not None
         for table in self.tables:
             same = table.source == pending.source and table.block_length == block_length
             if same and table.length == new_tokens:
                 return LayerRotary(pending.layout, table)
-        self.tables.append(RotaryTable.empty_like(pending.cos, pending.source, block_length))
+        self.tables.append(RotaryTable.empty_like(pending.tables[0], pending.source, block_length))
         return LayerRotary(pending.layout, self.tables[-1])
 
     def crop(self, removed: int) -> None:

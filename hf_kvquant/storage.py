@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hf_kvquant.blocks import QuantizedBlocks
+from hf_kvquant.config import KVQuantConfig
 from hf_kvquant.quantizer import CHUNK_ELEMENTS, copy_saturating, dequantize, quantize
 from hf_kvquant.rotary import LayerRotary
 from hf_kvquant.spec import TensorSpec
@@ -24,10 +25,13 @@ from hf_kvquant.transforms import Rows, Step, Tables, calibrate, steps_of
 
 def storing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Run a method that allocates or writes storage outside autograd and outside inference mode: a cache filled under
-    ``torch.inference_mode`` can then go on under ``no_grad``, where inference tensors may not be written in place."""
+    ``torch.inference_mode`` can then go on under ``no_grad``, where inference tensors may not be written in place.
+    ``no_grad`` itself, as in ``generate``, needs no switching."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
@@ -103,9 +107,10 @@ class PackedBlocks:
         self.apply(grown)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowState:
-    """Padding of a batch row, the valid tokens of each of its closed blocks, and whether its statistics are frozen."""
+    """Padding of a batch row, the valid tokens of each of its closed blocks, and whether its statistics are frozen.
+    Replaced, never changed: an attention call in progress may look at it."""
 
     padding: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -119,8 +124,35 @@ class RowState:
         """Position of the first token that only the window holds."""
         return min(length, self.first_open(sink_length) if self.blocks else self.padding)
 
-    def copy(self) -> RowState:
-        return RowState(self.padding, list(self.blocks), self.calibrated)
+
+class Layout:
+    """The rows of a layer, and what every decode step asks of them, worked out once: they change when a block closes.
+
+    Attributes:
+        rows: one per batch row.
+        sink_length, block_length: of the format.
+        block_count: blocks of the row that has most.
+        padding: of the row that has most.
+        is_calibrated: whether there are rows, and all have their statistics.
+        is_whole: whether all rows are laid out alike, in whole blocks.
+        opens_at: position of the first token that only the window holds in some row.
+        closes_at: length of the layer at which the next block closes in some row.
+    """
+
+    def __init__(self, rows: list[RowState], config: KVQuantConfig, block_length: int):
+        self.rows, self.sink_length, self.block_length = rows, config.sink_length, block_length
+        self.block_count = max([0, *[len(row.blocks) for row in rows]])
+        self.padding = max([0, *[row.padding for row in rows]])
+        self.is_calibrated = bool(rows) and all(row.calibrated for row in rows)
+        self.is_whole = all(row == rows[0] for row in rows) and set(rows[0].blocks if rows else ()) <= {block_length}
+        opened = [row.first_open(config.sink_length) for row in rows]
+        starts = [first if row.blocks else row.padding for row, first in zip(rows, opened, strict=True)]
+        needed = config.residual_length + block_length
+        closing = [
+            first + (needed if row.blocks else max(needed, config.needed_tokens))
+            for row, first in zip(rows, opened, strict=True)
+        ]
+        self.opens_at, self.closes_at = min(starts or [0]), min(closing or [0])
 
 
 @dataclass

@@ -342,3 +342,27 @@ def test_inference_mode_then_no_grad() -> None:
     full.sum().backward()
     assert torch.equal(keys.grad, torch.ones_like(keys))  # pyright: ignore[reportArgumentType]
     assert not any(tensor.requires_grad for tensor in codes(cache.layers[0]))
+
+
+def test_what_an_update_returned_stays_as_it_was() -> None:
+    """Before the first block closes it is the window itself, without a copy; later tokens stand behind it, and a window
+    that moves on leaves it behind. With gradients it is a tensor of its own."""
+    config = KVQuantConfig(TensorSpec("int4"), TensorSpec("int4", "token"), 16, 4)
+    layer, (keys, values) = QuantizedLayer(config), states(0, 2, 140)
+    with torch.no_grad():
+        returned = [layer.update(keys[:, :, t : t + 1], values[:, :, t : t + 1]) for t in range(140)]
+    assert layer.rows[0].blocks == [64]
+    for index, (key, value) in enumerate(returned[:84]):
+        assert torch.equal(key, keys[:, :, : index + 1])
+        assert torch.equal(value, values[:, :, : index + 1])
+    own = QuantizedLayer(config)
+    own.update(keys[:, :, :10], values[:, :, :10])
+    new = keys[:, :, 10:11].clone().requires_grad_()
+    full, _ = own.update(new, values[:, :, 10:11])
+    full.sum().backward()
+    assert new.grad is not None
+    assert torch.equal(new.grad, torch.ones_like(new))
+    with torch.no_grad():
+        again, _ = own.update(keys[:, :, 11:12], values[:, :, 11:12])
+    assert own.key_state.window is not None
+    assert again.data_ptr() == own.key_state.window.data_ptr() != full.data_ptr()

@@ -79,7 +79,10 @@ def test_every_raise_is_read() -> None:
     """None is of a form that these tests would pass over."""
     places = {message.place for message in MESSAGES}
     # Control flow, an error that was kept, and helpers that put a message together.
-    known = r" (_\w+Error\(|(step|library)$|invalid\(|self\._refusal\(|_damaged\(|DemoError\(message\)|SystemExit\(main\(\)\))"
+    known = (
+        r" (_\w+Error\(|(step|library)$|invalid\(|self\._refusal\(|_damaged\(|DemoError\(message\)|"
+        r"SystemExit\(main\(\)\))"
+    )
     assert not [each for each in raises() if each.split(" ")[0] not in places and not re.search(known, each)]
 
 

@@ -40,7 +40,7 @@ class Recording(QuantizedKVCache):
     ) -> Any:
         assert self.pending is not None
         self.given: tuple[Any, ...] = (key_states, self.pending.queries(0, key_states.shape[2]))
-        self.given += (self.pending.cos, self.pending.sin)
+        self.given += self.pending.tables
         return super().update(key_states, value_states, layer_idx, *args, **kw)
 
 

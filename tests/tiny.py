@@ -225,7 +225,7 @@ def pending(queries: torch.Tensor, positions: torch.Tensor, layout: RotaryLayout
     are given the same ``source`` share their tables."""
     frequencies = 10000.0 ** (-torch.arange(layout.pairs) / layout.pairs)
     angles = positions[..., None] * frequencies
-    return Pending(layout, "", lambda start, stop: queries[:, :, start:stop], angles.cos(), angles.sin(), source)
+    return Pending(layout, "", lambda start, stop: queries[:, :, start:stop], (angles.cos(), angles.sin()), source)
 
 
 def feed(

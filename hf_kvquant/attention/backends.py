@@ -57,8 +57,10 @@ def compiled(
     mask: torch.Tensor | None = None,
     auxiliary: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``native``, by torch.compile; ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are the
-    same.
+    """As ``native``, by torch.compile.
+
+    ``query``, ``past``, ``scaling``, ``softcap``, ``mask`` and ``auxiliary`` are those of the reference, and so is what
+    is returned.
 
     Raises:
         CompilationError: torch.compile failed, or is switched off.

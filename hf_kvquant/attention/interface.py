@@ -23,6 +23,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_kvquant import energies
 from hf_kvquant._compat import attention_of, set_attention
 from hf_kvquant.attention.backends import BACKENDS, automatic
 from hf_kvquant.attention.plan import refusal
@@ -41,15 +42,15 @@ def name_of(backend: str, previous: str) -> str:
 
 def parse(name: str | None) -> tuple[str, str] | None:
     """Backend and previous implementation of a name of ours; None for any other."""
-    parts = (name or "").removeprefix(f"{_PREFIX}_").split("_")
-    ours = len(parts) == 2 and parts[0] in BACKENDS and parts[1] in PREVIOUS
-    return (parts[0], parts[1]) if ours and name == name_of(*parts) else None
+    return _NAMES.get(name or "")
+
+
+_NAMES = {name_of(*parts): parts for parts in itertools.product(BACKENDS, PREVIOUS)}
 
 
 def register() -> None:
     """Make our names known to transformers."""
-    for backend, previous in itertools.product(BACKENDS, PREVIOUS):
-        name = name_of(backend, previous)
+    for name, (backend, previous) in _NAMES.items():
         if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[previous])
             ALL_ATTENTION_FUNCTIONS.register(name, _attention(backend, previous))
@@ -102,6 +103,8 @@ def _attention(backend: str, previous: str) -> Attention:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not torch.compiler.is_compiling():
+            energies.show(module, query)
         past = past_of(key, value)
         if past is not None and not _declines(module, query, past, attention_mask, kwargs):
             scaling = kwargs.get("scaling")
