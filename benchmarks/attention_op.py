@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from hf_kvquant import PRESETS, KVQuantConfig
 from hf_kvquant.attention import backends, reference
-from hf_kvquant.attention.plan import Plan, plan_of, tensors_of
+from hf_kvquant.attention.plan import Plan, held_of, plan_of, tensors_of
 from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.past import Past, PastTensor
 from hf_kvquant.rotary import LayerRotary, RotaryLayout, RotaryTable
@@ -133,7 +133,7 @@ def packed_call(name: str, shape: Shape, dtype: torch.dtype) -> tuple[Call, Fact
     if not error < WRONG:
         raise RuntimeError(f"relative error {error:.2g} to the oracle, not below {WRONG}; mend it first")
     plan = plan_of(past, shape.heads, scale, 0.0, False, False)
-    tensors = tensors_of(past, plan, past.length - past.window_start)
+    tensors = held_of(past, plan).tensors | tensors_of(past, plan, past.length - past.window_start)
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return call, {"bytes": nbytes, "multiply_adds": multiply_adds(plan, shape), "error": error}
 

@@ -46,7 +46,7 @@ def steps(monkeypatch) -> list[int]:
         calls.append(tensors["query"].shape[0])
         return decode(plan, tensors)
 
-    monkeypatch.setattr(backends, "_native", run)
+    monkeypatch.setattr(backends, "_native", backends._by_torch)
     monkeypatch.setattr(backends, "_compiled", run)
     monkeypatch.setattr(cache_module, "MIN_LENGTH", 0)
     return calls
@@ -154,7 +154,8 @@ def test_gradients_go_through_full_tensors(steps) -> None:
 
 def test_short_contexts_read_full_tensors(monkeypatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(backends, "_native", lambda plan, tensors: calls.append(1) or decode(plan, tensors))
+    monkeypatch.setattr(backends, "_native", backends._by_torch)
+    monkeypatch.setattr(backends, "_compiled", lambda plan, tensors: calls.append(1) or decode(plan, tensors))
     model = load("llama")
     generated(model, prompt(1, 100), "native", QUANTIZED)
     assert not calls
@@ -460,7 +461,7 @@ def test_a_compiler_that_fails_is_said_and_survived(monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "MIN_LENGTH", 0)
     model, ids = load("llama"), prompt(1, 60)
 
-    def fails(plan: Any, tensors: Any) -> Any:
+    def fails(plan: Any, held: Any, own: Any) -> Any:
         raise CompilationError("decode attention cannot be compiled here: no headers")
 
     monkeypatch.setattr(backends, "_native", fails)

@@ -29,7 +29,8 @@ def threads_as_before() -> Any:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_native", decode)
+    monkeypatch.setattr(backends, "_native", backends._by_torch)
+    monkeypatch.setattr(backends, "_compiled", decode)
 
 
 def samples_of(seconds: dict[str, list[float]], cpu: float = 1.0) -> list[dict[str, Any]]:
@@ -148,7 +149,7 @@ def test_the_forms_over_full_tensors_agree() -> None:
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_native", lambda plan, tensors: torch.full((1, 1, 6, 64), torch.nan))
+    monkeypatch.setattr(backends, "_native", lambda *given: torch.full((1, 1, 6, 64), torch.nan))
     measured = attention_op.measure(Shape(2, 3, 64, 400), ["k4v4"], torch.float32, 1)
     assert measured["failed"] == {"k4v4": "failed: relative error nan to the oracle, not below 0.02; mend it first"}
     assert "k4v4" not in {sample["scheme"] for sample in measured["samples"]}
@@ -219,7 +220,7 @@ def test_the_caches_of_an_attached_model_are_read_as_codes(monkeypatch: pytest.M
     """Or the step would time full tensors under the name of codes."""
     lengths = []
     monkeypatch.setattr(
-        backends, "_native", lambda plan, tensors: lengths.append(tensors["key.recent"]) or decode(plan, tensors)
+        backends, "_compiled", lambda plan, tensors: lengths.append(tensors["key.recent"]) or decode(plan, tensors)
     )
     bench = attention_step.load(None, torch.float32, ["dynamic", "attached-cr4", "attached-k4v4"])
     with torch.no_grad():

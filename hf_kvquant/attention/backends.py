@@ -20,7 +20,7 @@ from hf_kvquant.attention import reference
 from hf_kvquant.attention.compiled import CompiledDecode
 from hf_kvquant.attention.compiler import CompilationError, compiler
 from hf_kvquant.attention.native import NativeDecode
-from hf_kvquant.attention.plan import additive_masks, plan_of, tensors_of
+from hf_kvquant.attention.plan import Held, Plan, additive_masks, held_of, plan_of, tensors_of
 from hf_kvquant.past import Past
 from hf_kvquant.spec import check_choice
 
@@ -65,7 +65,7 @@ def compiled(
     Raises:
         CompilationError: torch.compile failed, or is switched off.
     """
-    return _token_by_token(_compiled, query, past, scaling, softcap, mask, auxiliary)
+    return _token_by_token(_by_torch, query, past, scaling, softcap, mask, auxiliary)
 
 
 def _token_by_token(
@@ -80,15 +80,20 @@ def _token_by_token(
     count = query.shape[2]
     steps = []
     for index in range(count):
-        own, recent = _visible(mask, index, past, newer=count - 1 - index)
-        plan = plan_of(past, query.shape[1], scaling, softcap, own is not None, auxiliary is not None)
-        tensors = {"query": query[:, :, index : index + 1].contiguous()} | tensors_of(past, plan, recent)
+        visible, recent = _visible(mask, index, past, newer=count - 1 - index)
+        plan = plan_of(past, query.shape[1], scaling, softcap, visible is not None, auxiliary is not None)
+        own = tensors_of(past, plan, recent)
+        own["query"] = query[:, :, index : index + 1].contiguous()
         if plan.masked:
-            tensors["mask.blocks"], tensors["mask.exact"] = _shared_masks(past, mask, index, own, recent)
+            own["mask.blocks"], own["mask.exact"] = _shared_masks(past, mask, index, visible, recent)
         if auxiliary is not None:
-            tensors["auxiliary"] = auxiliary
-        steps.append(run(plan, tensors))
+            own["auxiliary"] = auxiliary
+        steps.append(run(plan, held_of(past, plan), own))
     return steps[0] if count == 1 else torch.cat(steps, 1)
+
+
+def _by_torch(plan: Plan, held: Held, own: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _compiled(plan, {"query": own["query"]} | held.tensors | own)
 
 
 def _visible(mask: torch.Tensor | None, index: int, past: Past, newer: int) -> tuple[torch.Tensor | None, int]:

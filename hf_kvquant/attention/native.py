@@ -24,7 +24,7 @@ from torch._inductor.codecache import CppCodeCache
 
 from hf_kvquant.attention.codes import offset_of
 from hf_kvquant.attention.compiler import CompilationError, failure_of, notice
-from hf_kvquant.attention.plan import Plan
+from hf_kvquant.attention.plan import Held, Plan
 from hf_kvquant.formats import NumberFormat
 from hf_kvquant.planes import Plane, planes_of
 from hf_kvquant.scales import SCALE_FORMATS
@@ -46,6 +46,7 @@ _TASKS_PER_THREAD = 3
 _SIDE = ("scale", "zero", "exponent", "zero_exponent", "zero_range", "mean", "deviation", "order", "sinks", "recent")
 
 Int, Double = ctypes.c_int64, ctypes.c_double
+_Call = array
 
 
 class _Part(ctypes.Structure):
@@ -109,76 +110,84 @@ def _joined(name: str, seen: set[str]) -> str:
 
 
 class NativeDecode:
-    """Steps by plan and dtypes; ``__call__`` as that of :class:`hf_kvquant.attention.compiled.CompiledDecode`."""
+    """Steps by plan and dtypes."""
 
     def __init__(self) -> None:
-        self._forms: dict[Any, _Step] = {}
+        self._steps: dict[Any, _Step] = {}
 
-    def __call__(self, plan: Plan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, plan: Plan, held: Held, own: dict[str, torch.Tensor]) -> torch.Tensor:
         """``[B, 1, H, Dv]``; see :func:`hf_kvquant.attention.decode.decode`.
+
+        Args:
+            plan: what kind of step.
+            held: what the layer holds.
+            own: what this step brings: query, window, masks.
 
         Raises:
             CompilationError: the source cannot be compiled here.
         """
-        key = plan, tensors["key.recent"].dtype, tensors["cos"].dtype if "cos" in tensors else None
-        step = self._forms.get(key)
-        if step is None:
-            step = self._forms[key] = _Step(plan, tensors)
-        return step(tensors)
+        if held.call is None:
+            angles = held.tensors.get("cos", own.get("cos"))
+            key = plan, own["key.recent"].dtype, None if angles is None else angles.dtype
+            step = self._steps.get(key)
+            if step is None:
+                step = self._steps[key] = _Step(plan, held.tensors | own)
+            narrow = {name: _narrow(tensor) for name, tensor in held.tensors.items()}
+            held.call = step, step.prepared(narrow), narrow
+        step, call, _ = held.call
+        return step(call[:], own)
 
 
 class _Step:
     """What a plan fixes, as the C++ code reads it, and where in a call each tensor goes."""
 
     def __init__(self, plan: Plan, tensors: dict[str, torch.Tensor]):
-        self._plan = plan
         library = _library()
         if isinstance(library, CompilationError):
             raise library
         self._run = library.hf_kvquant_decode
+        self._plan = plan
         self._kept: list[Any] = []  # what pointers of the form point to
         self._form = self._new_form(tensors)
-        self._wide = [name for name, tensor in tensors.items() if tensor.dtype == torch.float64 and name != "query"]
-        self._slots = [
-            (index, name, min(tensors[name].element_size(), 4)) for index, name in _slots() if name in tensors
-        ]
         self._shared = "cos" in tensors  # heads that read the same angles stay together
         codes = plan.heads * plan.block_length * sum(plan.head_dims)
         self._blocks_per_thread = -(-_CODES_PER_THREAD // codes)
 
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        plan, query = self._plan, tensors["query"].float()
+    def prepared(self, held: dict[str, torch.Tensor]) -> _Call:
+        """A call with what the layer holds in it."""
+        call = _Call("q", bytes(8 * _CALL_LENGTH))
+        for name, tensor in held.items():
+            _put(call, name, tensor)
+        call[_BLOCKS] = held["key.planes.0"].shape[2]
+        call[_SINKS] = held["key.sinks"].shape[2] if self._plan.sinks else 0
+        return call
+
+    def __call__(self, call: _Call, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Attend; ``call`` as ``prepared``, which is written to."""
+        plan, given = self._plan, own["query"]
+        query = given.float()
         batch, heads = query.shape[:2]
         output = query.new_empty(batch, 1, heads, plan.head_dims[1])
-        if self._wide:  # float64: the C++ code knows 32 bits at most
-            tensors = tensors | {name: tensors[name].float() for name in self._wide}
-        call = [0] * _CALL_LENGTH
-        for index, name, size in self._slots:
-            tensor = tensors[name]
-            shape, (row, head, block, *_) = tensor.shape, tensor.stride()
-            call[index] = tensor.data_ptr()
-            # A size of 1 stands for all rows (rotary tables) or all heads (scales of axis "tensor").
-            call[index + 1] = row * size if shape[0] > 1 else 0
-            call[index + 2] = head * size if shape[1] > 1 else 0
-            call[index + 3] = block * size
-        blocks, threads, splits = self._split(batch, tensors["key.planes.0"].shape[2])
-        sinks = tensors["key.sinks"].shape[2] if plan.sinks else 0
-        call[:6] = batch, blocks, sinks, tensors["key.recent"].shape[2], splits, threads
+        brought = [(name, _narrow(own[name])) for name in _BROUGHT if name in own]
+        for name, tensor in brought:
+            _put(call, name, tensor)
+        call[_BATCH], call[_TOKENS] = batch, own["key.recent"].shape[2]
+        call[_THREADS], call[_SPLITS] = self._split(batch, call[_BLOCKS])
+        call[_QUERY], call[_OUTPUT] = query.data_ptr(), output.data_ptr()
         if plan.masked:
-            call[7:9] = tensors["mask.blocks"].data_ptr(), tensors["mask.exact"].data_ptr()
-        learned = tensors["auxiliary"].float().contiguous() if plan.auxiliary else None
-        call[9] = 0 if learned is None else learned.data_ptr()
-        call[6], call[10] = query.data_ptr(), output.data_ptr()
-        packed = array("q", call)
-        self._run(ctypes.addressof(self._form), packed.buffer_info()[0])
-        return output.to(tensors["query"].dtype)
+            call[_MASKS], call[_MASKS + 1] = own["mask.blocks"].data_ptr(), own["mask.exact"].data_ptr()
+        learned = own["auxiliary"].float().contiguous() if plan.auxiliary else None
+        if learned is not None:
+            call[_LEARNED] = learned.data_ptr()
+        self._run(ctypes.addressof(self._form), call.buffer_info()[0])
+        return output.to(given.dtype)
 
-    def _split(self, batch: int, blocks: int) -> tuple[int, int, int]:
-        """Blocks, threads, and runs of blocks per KV head."""
+    def _split(self, batch: int, blocks: int) -> tuple[int, int]:
+        """Threads, and runs of blocks per KV head."""
         threads = max(1, min(torch.get_num_threads(), batch * blocks // self._blocks_per_thread))
         runs = batch * (1 if self._shared else self._plan.heads)
         wanted = 1 if threads == 1 else -(-_TASKS_PER_THREAD * threads // runs)
-        return blocks, threads, max(1, min(blocks, wanted))
+        return threads, max(1, min(blocks, wanted))
 
     def _new_form(self, tensors: dict[str, torch.Tensor]) -> _Form:
         plan = self._plan
@@ -265,15 +274,25 @@ def _middle(fmt: NumberFormat, layout: tuple[Plane, ...], start: int, uniform: b
     return sum(2 ** (plane.width - 1 + part.shift) for plane in layout for part in plane.parts if part.start == start)
 
 
-_HEADER = 11
+# Where things are in a call: the fields of Call in cpp/handed.h, then four numbers for each tensor.
+_BATCH, _BLOCKS, _SINKS, _TOKENS, _SPLITS, _THREADS, _QUERY, _MASKS, _, _LEARNED, _OUTPUT = range(11)
+_PARTS = (*(f"planes.{index}" for index in range(_MAX_PLANES)), *_SIDE)
+_NAMES = (*(f"{side}.{part}" for side in ("key", "value") for part in _PARTS), "cos", "sin")
+_PLACES = {name: 11 + 4 * index for index, name in enumerate(_NAMES)}
+_CALL_LENGTH = 11 + 4 * len(_NAMES)
+_BROUGHT = ("key.recent", "value.recent", "cos", "sin")
 
 
-def _slots() -> list[tuple[int, str]]:
-    """Where in a call the pointer of each tensor is, three strides behind it."""
-    names = [
-        f"{side}.{part}" for side in ("key", "value") for part in (*(f"planes.{i}" for i in range(_MAX_PLANES)), *_SIDE)
-    ]
-    return [(_HEADER + 4 * index, name) for index, name in enumerate([*names, "cos", "sin"])]
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """The C++ code knows 32 bits at most."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-_CALL_LENGTH = _HEADER + 4 * len(_slots())
+def _put(call: _Call, name: str, tensor: torch.Tensor) -> None:
+    """Pointer and strides in bytes. A size of 1 stands for all rows (rotary tables) or all heads (axis "tensor")."""
+    place, size = _PLACES[name], tensor.element_size()
+    shape, (row, head, block, *_) = tensor.shape, tensor.stride()
+    call[place] = tensor.data_ptr()
+    call[place + 1] = row * size if shape[0] > 1 else 0
+    call[place + 2] = head * size if shape[1] > 1 else 0
+    call[place + 3] = block * size

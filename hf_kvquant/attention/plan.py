@@ -7,7 +7,9 @@ step (blocks, recent tokens, batch) is a size of a tensor. One plan is one compi
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -71,9 +73,17 @@ class Plan:
 
 def refusal(past: Past) -> str:
     """Why the codes of ``past`` cannot be attended to directly; empty if they can."""
-    key, value = past.states
     if not past.block_count:
         return "no block is closed yet"
+    plans = past.states[0].plans
+    if "refusal" not in plans:
+        plans["refusal"] = _refusal(past)
+    return plans["refusal"]
+
+
+def _refusal(past: Past) -> str:
+    """Of what does not change while a layer holds tokens."""
+    key, value = past.states
     if value.rotary is not None:
         return "the model rotates its values"
     if key.unrotated is not None:
@@ -131,34 +141,81 @@ def _new_plan(past: Past, query_heads: int, scaling: float, softcap: float, mask
     )
 
 
-def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
-    """What the compiled function reads, by name; ``recent`` tokens of the window are looked at."""
-    count = past.block_count
+class Held:
+    """The tensors of a layer that decode steps read, but those that each step brings: the same object until a block
+    closes or storage changes, so that what is derived from it need not be derived in each step.
+
+    Attributes:
+        tensors: by name.
+        call: of :mod:`hf_kvquant.attention.native`, prepared for them.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], parts: list[Any]):
+        self.tensors, self._parts = tensors, parts
+        self.call: Any = None
+
+    def is_of(self, parts: list[Any]) -> bool:
+        """Whether it was made of the very same ``parts``."""
+        return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+
+
+def held_of(past: Past, plan: Plan) -> Held:
+    """What the layer holds for a step of this plan."""
+    states, count = past.states, past.block_count
+    parts: list[Any] = [plan]
+    for state in states:
+        parts += state.packed.views(count), state.tables, state.sinks
+    angles = _shared_angles(past) if past.is_regular and (plan.stores_raw or plan.turns_centre) else None
+    if angles is not None:
+        parts += angles.cos, angles.sin
+    known = states[0].plans.get("held")
+    if known is None or not known.is_of(parts):
+        tensors = _held_tensors(states, count)
+        if angles is not None:
+            tensors["cos"], tensors["sin"] = angles.blocks(past.rows[0].padding + past.sink_length, count)
+        known = states[0].plans["held"] = Held(tensors, parts)
+    return known
+
+
+def _held_tensors(states: tuple[TensorState, TensorState], count: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for slot, name in enumerate(("key", "value")):
-        state = past.states[slot]
+    for state, name in zip(states, ("key", "value"), strict=True):
         found |= {f"{name}.{part}": tensor for part, tensor in state.packed.views(count).items()}
         if state.tables is not None:
             used = {part: each for part, each in state.tables.named().items() if part != "importance"}
             found |= {f"{name}.{part}": tensor for part, tensor in used.items()}
-        found[f"{name}.recent"] = past.recent[slot][-1][:, :, :recent]
         if state.sinks is not None:
             found[f"{name}.sinks"] = state.sinks
-    if plan.stores_raw or plan.turns_centre:
-        found["cos"], found["sin"] = _tables(past.states[0], past, count)
     return found
 
 
-def _tables(state: TensorState, past: Past, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin ``[B or 1, count, h, G]`` of the tokens in closed blocks."""
-    assert state.rotary is not None
-    table, length = state.rotary.table, past.block_length
-    if past.is_regular:
-        start = past.rows[0].padding + past.sink_length
-        if not table.is_aligned(start):
-            _align(table, start)
-        return table.blocks(start, count)
-    # A block more than needed, so that the result is a view with room behind it, as above.
+def tensors_of(past: Past, plan: Plan, recent: int) -> dict[str, torch.Tensor]:
+    """What a step reads beside what the layer holds, by name; ``recent`` tokens of the window are looked at."""
+    found: dict[str, torch.Tensor] = {}
+    for slot, name in enumerate(("key", "value")):
+        tokens = past.recent[slot][-1]
+        found[f"{name}.recent"] = tokens if tokens.shape[2] == recent else tokens[:, :, :recent]
+    if (plan.stores_raw or plan.turns_centre) and not past.is_regular:
+        found["cos"], found["sin"] = _own_angles(past)
+    return found
+
+
+def _shared_angles(past: Past) -> RotaryTable:
+    """The table of cos and sin, of whose blocks one begins with the first closed block of the rows, which are laid out
+    alike."""
+    rotary, start = past.states[0].rotary, past.rows[0].padding + past.sink_length
+    assert rotary is not None
+    if not rotary.table.is_aligned(start):
+        _align(rotary.table, start)
+    return rotary.table
+
+
+def _own_angles(past: Past) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin ``[B, n, h, G]`` of the tokens in the closed blocks of each row."""
+    rotary, length, count = past.states[0].rotary, past.block_length, past.block_count
+    assert rotary is not None
+    table = rotary.table
+    # A block more than needed, so that the result is a view with room behind it, as what is held is.
     positions = block_positions(past, count, table.cos.device).clamp_max(table.length - 1)
     gathered = table.gathered(torch.cat([positions, positions[:, -length:]], 1))
     cos, sin = (each.unflatten(1, (-1, length)).transpose(2, 3).contiguous()[:, :count] for each in gathered)
