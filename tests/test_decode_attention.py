@@ -3,7 +3,9 @@ not."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
-from hf_kvquant.attention import backends, compiled, reference
+from hf_kvquant.attention import backends, compiled, native, reference
 from hf_kvquant.attention.codes import runs_of
 from hf_kvquant.attention.compiled import CompiledDecode
 from hf_kvquant.attention.decode import decode
@@ -68,13 +70,21 @@ SHAPES = ((1, 1, 1, 64, 700), (2, 2, 3, 80, 401), (3, 1, 7, 16, 333), (1, 2, 5, 
 
 
 def past_with(
-    config: KVQuantConfig, shape: tuple[int, ...], new: int = 1, dtype: torch.dtype = torch.float32, crop: int = 0
+    config: KVQuantConfig,
+    shape: tuple[int, ...],
+    new: int = 1,
+    dtype: torch.dtype = torch.float32,
+    crop: int = 0,
+    change: Callable[..., tuple[torch.Tensor, ...]] | None = None,
 ) -> tuple[torch.Tensor, Past]:
-    """Queries ``[B, H, new, D]`` and the past of a layer that got all but the last tokens in one prefill."""
+    """Queries ``[B, H, new, D]`` and the past of a layer that got all but the last tokens in one prefill; ``change``
+    makes other keys, values and queries of all tokens."""
     batch, heads, repeats, dim, tokens = shape
     generator = torch.Generator().manual_seed(tokens)
     keys, values = torch.randn(2, batch, heads, tokens, dim, generator=generator).to(dtype)
     queries = torch.randn(batch, heads * repeats, tokens, dim, generator=generator).to(dtype)
+    if change is not None:
+        keys, values, queries = change(keys, values, queries)
     layer = QuantizedLayer(config)
     if config.needs_attach:
         angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
@@ -178,6 +188,64 @@ def test_bf16(attend, name) -> None:
     assert relative_error(attend(query, past, 0.125), right) <= TOLERANCES["attention_bf16"]
 
 
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "lossless"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.bfloat16, torch.float64)],
+)
+def test_keys_and_values_of_different_dtypes(attend, name, dtypes) -> None:
+    def change(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return keys.to(dtypes[0]), values.to(dtypes[1]), queries
+
+    config = both(TensorSpec("none")) if name == "lossless" else CONFIGS[name]
+    query, past = past_with(config, SHAPES[0], change=change)
+    right = reference.decode(query, past, 0.125)
+    assert relative_error(attend(query, past, 0.125), right) <= TOLERANCES["attention_fp32"]
+
+
+# NaN with other bits than torch's own, as memory of 0xff bytes holds it, or one that signals.
+_NAN = torch.tensor([-1, 0x7F800001, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+NON_FINITE = {"inf": torch.inf, "-inf": -torch.inf, "nan": torch.nan} | {
+    f"nan {index}": each for index, each in enumerate(_NAN)
+}
+
+
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "fp8", "none", "int3-token-32", "int4-channel-32-pre"])
+@pytest.mark.parametrize("bad", NON_FINITE)
+def test_what_is_not_finite_comes_out_as_in_the_oracle(attend, name, bad) -> None:
+    """In a sink, a closed block, the window or the new token; one key, value or query of one head of two."""
+    config = both(TensorSpec("none")) if name == "none" else CONFIGS[name]
+    for which, token in [(0, 0), (0, 300), (0, 395), (0, 400), (1, 0), (1, 300), (1, 395), (2, 400)]:
+
+        def change(*tensors: torch.Tensor, which: int = which, token: int = token) -> tuple[torch.Tensor, ...]:
+            tensors[which][:, 0, token, 3] = NON_FINITE[bad]
+            return tensors
+
+        query, past = past_with(config, SHAPES[1], change=change)
+        for learned in (None, torch.full((6,), 0.5), torch.full((6,), float(NON_FINITE[bad]))):
+            options = (0.125, 0.0, None, learned)
+            assert_same(attend(query, past, *options), reference.decode(query, past, *options))
+
+
+def test_the_first_tokens_may_all_have_scores_of_minus_infinity(attend) -> None:
+    def change(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keys[:, :, 4:600, 0], queries[..., 0] = -torch.inf, 1.0
+        return keys, values, queries
+
+    config = KVQuantConfig(TensorSpec("none"), TensorSpec("int4"), residual_length=16)
+    query, past = past_with(config, (1, 2, 3, 32, 700), change=change)
+    assert_same(attend(query, past, 0.2), reference.decode(query, past, 0.2))
+
+
+def assert_same(got: torch.Tensor, right: torch.Tensor) -> None:
+    """NaN and infinities at the same places, and the rest within tolerance."""
+    finite = right.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), right[~finite].nan_to_num())
+    assert torch.equal(got.isnan(), right.isnan())
+    if finite.any():
+        assert relative_error(got[finite], right[finite]) <= TOLERANCES["attention_fp32"]
+
+
 # One of each kind of inner loop: folded and scaled keys, one plane and two, a table, mixed widths, before RoPE, several
 # groups of channels, scales of several tokens for values, masks and learned sinks.
 COMPILED = (
@@ -205,6 +273,45 @@ def test_compiled_equals_uncompiled_and_compiles_once(name) -> None:
         right = reference.decode(query, past, *options)
         assert relative_error(with_run(run, query, past, options), right) <= TOLERANCES["attention_fp32"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_native_merges_what_threads_attended_to(monkeypatch, name) -> None:
+    """Runs of blocks apart, in two threads, though there are so few that one would take them all."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(native, "_CODES_PER_THREAD", 1)
+    monkeypatch.setattr(backends, "_native", native.NativeDecode())
+    torch.set_num_threads(2)
+    try:
+        for shape in SHAPES:
+            query, past = past_with(CONFIGS[name], shape)
+            for options in options_of(shape, past.length):
+                right = reference.decode(query, past, *options)
+                assert relative_error(backends.native(query, past, *options), right) <= TOLERANCES["attention_fp32"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_structures_in_python_and_in_cpp_have_the_same_members() -> None:
+    text = re.sub(r"//.*", "", (native.SOURCES / "handed.h").read_text("utf-8"))
+    sizes = {name: int(value) for name, value in re.findall(r"(MAX_\w+) = (\d+)", text)}
+    assert sizes == {"MAX_PLANES": native._MAX_PLANES, "MAX_SEGMENTS": native._MAX_SEGMENTS}
+
+    def members(name: str) -> list[tuple[str, str]]:
+        """Names and types."""
+        found = re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)
+        assert found is not None
+        lines = re.findall(r"(?:const )?(\w+)[ *]+([^;]*);", found[1])
+        return [(member, kind) for kind, names in lines for member in re.findall(r"(\w+)(?:\[[^]]*\])?(?:,|$)", names)]
+
+    for name in ("Part", "Segment", "Spec", "Form"):
+        here: type[ctypes.Structure] = getattr(native, f"_{name}")
+        doubles = [(field[0], field[1] is native.Double) for field in here._fields_]
+        assert [(field, kind == "double") for field, kind in members(name)] == doubles
+    side = [name for name, _ in members("Side")]
+    assert side == ["planes", *native._SIDE]
+    assert [name for name, _ in members("Call")] == [*native._HEADER, "key", "value", "cos", "sin"]
+    assert [name for name, _ in members("Tensor")] == ["data", "batch", "head", "block"]
 
 
 def test_a_compilation_is_told_in_one_line_and_once(monkeypatch, capsys) -> None:

@@ -59,8 +59,8 @@ class _Segment(ctypes.Structure):
 
 class _Spec(ctypes.Structure):
     _fields_ = [
-        *((name, Int) for name in ("lossless", "float8_mantissa", "tokens_per_group", "channels_per_group", "groups")),
-        *((name, Int) for name in ("scale_kind", "zero_kind", "planes")),
+        *((name, Int) for name in ("element", "lossless", "float8_mantissa", "tokens_per_group", "channels_per_group")),
+        *((name, Int) for name in ("groups", "scale_kind", "zero_kind", "planes")),
         ("widths", Int * _MAX_PLANES),
         ("channels", Int * _MAX_PLANES),
         ("parts", Int),
@@ -74,7 +74,7 @@ class _Spec(ctypes.Structure):
 
 class _Form(ctypes.Structure):
     _fields_ = [
-        *((name, Int) for name in ("heads", "repeats", "key_dim", "value_dim", "block_length", "element", "angle")),
+        *((name, Int) for name in ("heads", "repeats", "key_dim", "value_dim", "block_length", "angle")),
         *((name, Int) for name in ("turns_centre", "stores_raw", "pairs")),
         *((name, Double) for name in ("sign", "scaling", "softcap")),
         *((name, Int) for name in ("first", "second", "rest", "rests", "fold_key", "fold_value")),
@@ -88,7 +88,8 @@ def _library() -> ctypes.CDLL | CompilationError:
     """The compiled source, or how compiling failed: known from the first attempt, which takes seconds."""
     try:
         with notice("for this machine"):
-            library = CppCodeCache.load(_joined("decode.cpp", set()), extra_flags=_FLAGS)
+            sizes = f"-DFORM_SIZE={ctypes.sizeof(_Form)}", f"-DCALL_SIZE={ctypes.sizeof(Int) * _CALL_LENGTH}"
+            library = CppCodeCache.load(_joined("decode.cpp", set()), extra_flags=(*_FLAGS, *sizes))
     except Exception as error:  # whatever compilers raise
         return failure_of(error)
     library.hf_kvquant_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -128,7 +129,8 @@ class NativeDecode:
         """
         if held.call is None:
             angles = held.tensors.get("cos", own.get("cos"))
-            key = plan, own["key.recent"].dtype, None if angles is None else angles.dtype
+            recent = own["key.recent"].dtype, own["value.recent"].dtype
+            key = plan, *recent, None if angles is None else angles.dtype
             step = self._steps.get(key)
             if step is None:
                 step = self._steps[key] = _Step(plan, held.tensors | own)
@@ -171,14 +173,14 @@ class _Step:
         brought = [(name, _narrow(own[name])) for name in _BROUGHT if name in own]
         for name, tensor in brought:
             _put(call, name, tensor)
-        call[_BATCH], call[_TOKENS] = batch, own["key.recent"].shape[2]
+        call[_BATCH], call[_RECENT] = batch, own["key.recent"].shape[2]
         call[_THREADS], call[_SPLITS] = self._split(batch, call[_BLOCKS])
         call[_QUERY], call[_OUTPUT] = query.data_ptr(), output.data_ptr()
         if plan.masked:
-            call[_MASKS], call[_MASKS + 1] = own["mask.blocks"].data_ptr(), own["mask.exact"].data_ptr()
+            call[_BLOCK_MASK], call[_EXACT_MASK] = own["mask.blocks"].data_ptr(), own["mask.exact"].data_ptr()
         learned = own["auxiliary"].float().contiguous() if plan.auxiliary else None
         if learned is not None:
-            call[_LEARNED] = learned.data_ptr()
+            call[_AUXILIARY] = learned.data_ptr()
         self._run(ctypes.addressof(self._form), call.buffer_info()[0])
         return output.to(given.dtype)
 
@@ -197,13 +199,12 @@ class _Step:
             key_dim=plan.head_dims[0],
             value_dim=plan.head_dims[1],
             block_length=plan.block_length,
-            element=_ELEMENTS.get(tensors["key.recent"].dtype, 0),
             turns_centre=plan.turns_centre,
             stores_raw=plan.stores_raw,
             scaling=plan.scaling,
             softcap=plan.softcap,
-            key=self._new_spec(plan.key, plan.head_dims[0]),
-            value=self._new_spec(plan.value, plan.head_dims[1]),
+            key=self._new_spec(plan.key, plan.head_dims[0], tensors["key.recent"]),
+            value=self._new_spec(plan.value, plan.head_dims[1], tensors["value.recent"]),
         )
         if "cos" in tensors:
             assert plan.layout is not None
@@ -222,13 +223,14 @@ class _Step:
             form.fold_value = self._address(Hadamard().fold_output(torch.eye(plan.head_dims[1])))
         return form
 
-    def _new_spec(self, spec: TensorSpec, head_dim: int) -> _Spec:
-        fmt = spec.number_format
+    def _new_spec(self, spec: TensorSpec, head_dim: int, recent: torch.Tensor) -> _Spec:
+        fmt, element = spec.number_format, _ELEMENTS.get(recent.dtype, 0)
         if fmt.lossless:
-            return _Spec(lossless=1, tokens_per_group=1, channels_per_group=1, groups=1)
+            return _Spec(element=element, lossless=1, tokens_per_group=1, channels_per_group=1, groups=1)
         layout, segments = planes_of(spec, head_dim), spec.segments(head_dim)
         per_group = spec.channels_per_group(head_dim)
         form = _Spec(
+            element=element,
             float8_mantissa=_MANTISSAS.get(fmt.dtype, 0),
             tokens_per_group=spec.tokens_per_group,
             channels_per_group=per_group,
@@ -275,11 +277,15 @@ def _middle(fmt: NumberFormat, layout: tuple[Plane, ...], start: int, uniform: b
 
 
 # Where things are in a call: the fields of Call in cpp/handed.h, then four numbers for each tensor.
-_BATCH, _BLOCKS, _SINKS, _TOKENS, _SPLITS, _THREADS, _QUERY, _MASKS, _, _LEARNED, _OUTPUT = range(11)
+_HEADER = (
+    *("batch", "blocks", "sinks", "recent", "splits", "threads"),
+    *("query", "block_mask", "exact_mask", "auxiliary", "output"),
+)
+_BATCH, _BLOCKS, _SINKS, _RECENT, _SPLITS, _THREADS, _QUERY, _BLOCK_MASK, _EXACT_MASK, _AUXILIARY, _OUTPUT = range(11)
 _PARTS = (*(f"planes.{index}" for index in range(_MAX_PLANES)), *_SIDE)
 _NAMES = (*(f"{side}.{part}" for side in ("key", "value") for part in _PARTS), "cos", "sin")
-_PLACES = {name: 11 + 4 * index for index, name in enumerate(_NAMES)}
-_CALL_LENGTH = 11 + 4 * len(_NAMES)
+_PLACES = {name: len(_HEADER) + 4 * index for index, name in enumerate(_NAMES)}
+_CALL_LENGTH = len(_HEADER) + 4 * len(_NAMES)
 _BROUGHT = ("key.recent", "value.recent", "cos", "sin")
 
 

@@ -1,4 +1,5 @@
-// What Python hands over: hf_kvquant/attention/native.py has the same structures in the same order.
+// What Python hands over: hf_kvquant/attention/native.py has the same structures in the same order, and says on the
+// command line how large it takes them to be.
 
 #pragma once
 
@@ -28,6 +29,7 @@ struct Segment {
 };
 
 struct Spec {
+  Int element;  // of sinks, window and lossless blocks
   Int lossless, float8_mantissa;  // the latter: of table formats, else 0
   Int tokens_per_group, channels_per_group, groups;
   Int scale_kind, zero_kind;
@@ -41,8 +43,7 @@ struct Spec {
 
 struct Form {
   Int heads, repeats, key_dim, value_dim, block_length;
-  Int element;  // of sinks, window and lossless blocks
-  Int angle;    // of cos and sin
+  Int angle;  // the element of cos and sin
   Int turns_centre, stores_raw, pairs;
   double sign, scaling, softcap;
   const Int *first, *second, *rest;  // channels of the pairs, and those that are in none
@@ -63,6 +64,8 @@ struct Call {
   Side key, value;
   Tensor cos, sin;  // batch and blocks
 };
+
+static_assert(sizeof(Form) == FORM_SIZE && sizeof(Call) == CALL_SIZE, "handed.h and native.py differ");
 
 enum Element { FLOAT32, BFLOAT16, FLOAT16 };
 enum ScaleKind { STATIC, TABLE, HALF, SINGLE };

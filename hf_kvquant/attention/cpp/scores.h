@@ -14,7 +14,7 @@ struct Angles {
   const Form& form;
   const Call& call;
   Int b, first = 0;
-  std::vector<float> numbers[2];
+  std::vector<float> numbers[2] = {};
 
   Int size() const { return form.pairs * form.block_length; }
 
@@ -55,7 +55,6 @@ struct Scores {
         masses(repeats * form.key.groups), scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
     read_query();
   }
-
 
   void read_query() {
     const float* given = call.query + (b * form.heads + k) * repeats * key_dim;
@@ -141,8 +140,8 @@ struct Scores {
   void score_block(Int n) {
     for (Int r = 0; r < repeats; ++r) std::fill(scored + r * width, scored + r * width + length, 0.0f);
     if (form.key.lossless) {
-      multiply_exact<DOTS>(form.element, at(call.key.planes[0], b, k, n), length, key_dim, repeats, folded.data(), key_dim,
-                           scored, width);
+      multiply_exact<DOTS>(form.key.element, at(call.key.planes[0], b, k, n), length, key_dim, repeats, folded.data(),
+                           key_dim, scored, width);
     } else {
       keys.read_metadata(n);
       if (form.stores_raw) score_raw(n);
@@ -217,11 +216,12 @@ struct Scores {
           const float* scale = &keys.scale[g * length];
           if (groups > 1) for (Int t = 0; t < length; ++t) to[t] += (from[t] + offset) * scale[t];
           else for (Int t = 0; t < length; ++t) to[t] = (from[t] + offset) * scale[t];
-          if (mass) add(to, mass, &keys.zero[g * length], length);
+          if (!keys.zero.empty()) add(to, mass, &keys.zero[g * length], length);
           continue;
         }
         for (Int place = 0; place < keys.groups; ++place, from += spec.tokens_per_group, to += spec.tokens_per_group) {
-          const float scale = keys.scale[place], added = offset * scale + (mass ? mass * keys.zero[place] : 0.0f);
+          const float scale = keys.scale[place], zero = keys.zero.empty() ? 0.0f : mass * keys.zero[place];
+          const float added = offset * scale + zero;
           for (Int t = 0; t < spec.tokens_per_group; ++t) to[t] = from[t] * scale + added;
         }
       }

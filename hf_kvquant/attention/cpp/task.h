@@ -35,6 +35,7 @@ struct Task : Scores {
       highest = max16(tops);
       for (; i < count; ++i) highest = std::max(highest, row[i]);
       raise(r, highest);
+      if (highest == -INFINITY) highest = 0;  // nothing to attend to so far: -inf less itself would be NaN
       F sums = {};
       float rest = 0;
       for (i = 0; i + 16 <= count; i += 16) {
@@ -61,7 +62,7 @@ struct Task : Scores {
   void sum_block(Int n) {
     const Spec& spec = form.value;
     if (spec.lossless)
-      return multiply_exact<VALUES>(form.element, at(call.value.planes[0], b, k, n), length, value_dim, repeats, scored,
+      return multiply_exact<VALUES>(spec.element, at(call.value.planes[0], b, k, n), length, value_dim, repeats, scored,
                                     width, packed.data(), value_dim);
     values.read_metadata(n);
     if (values.in_pieces) values.unpack_block(n);
@@ -172,14 +173,14 @@ struct Task : Scores {
       visit(call.key.recent, call.value.recent, call.recent, recent);
     };
     both([&](const Tensor& keys, const Tensor&, Int tokens, float* to) {
-      multiply_exact<DOTS>(form.element, at(keys, b, k), tokens, key_dim, repeats, query.data(), key_dim, to, count);
+      multiply_exact<DOTS>(form.key.element, at(keys, b, k), tokens, key_dim, repeats, query.data(), key_dim, to, count);
     });
     const float* mask = call.exact_mask ? call.exact_mask + b * count : nullptr;
     for (Int r = 0; r < repeats; ++r) finish(&scores[r * count], count, 0.0f, mask);
     weigh(count, exact_mass);
     both([&](const Tensor&, const Tensor& values, Int tokens, const float* weights) {
-      multiply_exact<VALUES>(form.element, at(values, b, k), tokens, value_dim, repeats, weights, count, exact.data(),
-                             value_dim);
+      multiply_exact<VALUES>(form.value.element, at(values, b, k), tokens, value_dim, repeats, weights, count,
+                             exact.data(), value_dim);
     });
   }
 

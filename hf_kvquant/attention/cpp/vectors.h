@@ -103,8 +103,9 @@ inline typename Vector<L>::F exponential(typename Vector<L>::F x) {
   y = y * f + 1.666657627e-1f;
   y = y * f + 0.5f;
   y = y * f * f + f + 1.0f;
-  y = as_float<L>((I)y + (((I)shifted - 0x4b400000) << 23));
-  return low ? F{} : y;
+  // 2^n as a factor: added to the exponent of y it could turn a NaN into a number.
+  const F power = as_float<L>(((I)shifted - (0x4b400000 - 127)) << 23);
+  return low ? F{} : y * power;
 }
 
 inline float sum16(Vector<16>::F x) {
