@@ -42,7 +42,7 @@ def _against(name: str, state: TensorState, device: torch.device, tensor: torch.
     if scales > 1 and scales != tensor.shape[1]:
         return f"{name} has kv_heads={tensor.shape[1]}, the format has {scales} static scales; calibrate it anew"
     if held is None:
-        return ""
+        return _without_channels(name, state, tensor.shape[3])
     found = tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device
     right = held.shape[1], held.shape[3], held.dtype, device
     if found == right:
@@ -52,4 +52,13 @@ def _against(name: str, state: TensorState, device: torch.device, tensor: torch.
     return (
         f"{name} has {fact}={got}, the cache holds {fact}={expected}; use one cache per model, dtype and "
         "device (cache.to(device) moves it), or reset() it first"
+    )
+
+
+def _without_channels(name: str, state: TensorState, head_dim: int) -> str:
+    if state.spec.segments(head_dim):
+        return ""
+    return (
+        f"{name} has head_dim={head_dim}, of which widths={state.spec.widths} keep no channel; give a width above 0 to "
+        "more of the 64"
     )

@@ -205,7 +205,7 @@ class TensorState:
     def close(self, tokens: torch.Tensor, rows: Rows, position: int, first_index: int, length: int, batch: int) -> None:
         """Quantize the blocks of ``length`` tokens in ``tokens [rows, K, n * length, D]`` as blocks ``first_index`` and
         following of ``rows``; ``position`` is that of the first token, ``batch`` the rows of the whole layer."""
-        self.plans.pop("held", None)  # it would keep storage that is outgrown
+        self.plans.pop("held", None)  # made of what was held before, it would also keep storage that is outgrown
         count = tokens.shape[2] // length
         step = max(1, CHUNK_ELEMENTS * count // tokens.numel())
         importance = None if self.tables is None else self.tables.importance

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_kvquant import PRESETS, KVQuantConfig, QuantizedKVCache, TensorSpec
+from hf_kvquant.layers import QuantizedLayer
 from hf_kvquant.rotary import RotaryLayout
 from tests import reference, tiny
 from tests.test_config import CM2, CM3
@@ -221,6 +222,15 @@ def test_a_large_bias_costs_nothing(preset) -> None:
         layer = cached(RECIPES[preset], (keys, values, queries), layout, ())
         errors.append(float((layer.keys - rotate(keys, layout))[:, :, 4:260].norm()))
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
+
+def test_widths_that_leave_no_channel_of_a_small_head_are_refused() -> None:
+    spec = TensorSpec("midrise2", "token", None, center="plain", widths=((2, 1), (0, 63)))
+    layer = QuantizedLayer(KVQuantConfig(spec, TensorSpec("int4"), 16))
+    with pytest.raises(
+        ValueError, match=r"key_states has head_dim=16, of which widths=\(\(2, 1\), \(0, 63\)\) keep no"
+    ):
+        layer.update(*torch.randn(2, 1, 1, 200, 16))
 
 
 def test_widths_scale_to_every_head_dimension() -> None:

@@ -9,7 +9,7 @@ namespace {
 // Tokens of the blocks that share a step of softmax.
 constexpr Int STEP = 512;
 
-// cos and sin of the blocks at hand, in fp32; read once for all heads of a row.
+// cos and sin of the blocks at hand; to rotate keys by, in fp32, read once for all heads of a row.
 struct Angles {
   const Form& form;
   const Call& call;
@@ -20,7 +20,7 @@ struct Angles {
 
   void bring(Int start, Int count) {
     first = start;
-    if (form.angle == FLOAT32 || !call.cos.data) return;
+    if (form.angle == FLOAT32 || !form.stores_raw) return;
     for (int index = 0; index < 2; ++index) {
       numbers[index].resize(count * size());
       for (Int n = 0; n < count; ++n) read_all(&numbers[index][n * size()], stored(start + n, index), 0, size(), form.angle);
@@ -285,8 +285,8 @@ struct Scores {
 
   // One of the two terms of the rotated centre.
   void add_centre(Int n, int index) {
-    multiply<KEYS, Floats>({angles.of(n, index), form.pairs, length, length, 0}, repeats,
-                           index ? across.data() : along.data(), form.pairs, scored, width);
+    multiply_exact<KEYS>(form.angle, angles.stored(n, index), form.pairs, length, repeats,
+                         index ? across.data() : along.data(), form.pairs, scored, width);
   }
 
   // Blocks start .. start + count, of a run that goes on to ``stop``: scores.
