@@ -31,7 +31,7 @@ from hf_kvquant.spec import TensorSpec
 from hf_kvquant.transforms import Hadamard
 
 SOURCES = Path(__file__).with_name("cpp")
-# Inductor forbids contraction of multiply and add; here it rounds once instead of twice, and is twice as fast.
+# Inductor forbids contraction of multiply and add, which rounds once instead of twice and halves the operations.
 _FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MANTISSAS: dict[torch.dtype | None, int] = {torch.float8_e5m2: 2, torch.float8_e4m3fn: 3}
