@@ -20,7 +20,7 @@ test: lint docs
 # compiles for minutes or does not touch transformers is left to `make test`.
 OLDEST ?= .venv-oldest
 OLDEST_TESTS := architectures attach cache cases_codes cases_models cases_numbers cases_operations cli config demo formats generate \
-  lm_eval packing quantizer queries recipe recipe_models recipe_operations serialization transforms
+  lm_eval packing quantizer queries queries_shown recipe recipe_models recipe_operations serialization transforms
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest -q $(OLDEST_TESTS:%=tests/test_%.py)
 
