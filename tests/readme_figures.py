@@ -75,6 +75,7 @@ def _operation_figures() -> list[tuple[str, str]]:
     """One layer alone, 16,384 tokens and 32 heads of 128."""
     cells = summarize(results("attention")["groups"])
     main = [cell for cell in cells if cell["part"] == "op" and cell["place"] == "H=32 K=8 D=128 T=16384"]
+    main = [cell for cell in main if cell["threads"] == 1]
     speed, half = (
         {cell["scheme"]: f"{cell['speed']:.2f}" for cell in main if cell["dtype"] == dtype}
         for dtype in ("float32", "bfloat16")

@@ -280,7 +280,9 @@ _HEADER = (
     *("batch", "blocks", "sinks", "recent", "splits", "threads"),
     *("query", "block_mask", "exact_mask", "auxiliary", "output"),
 )
-_BATCH, _BLOCKS, _SINKS, _RECENT, _SPLITS, _THREADS, _QUERY, _BLOCK_MASK, _EXACT_MASK, _AUXILIARY, _OUTPUT = range(11)
+_BATCH, _BLOCKS, _SINKS, _RECENT, _SPLITS, _THREADS, _QUERY, _BLOCK_MASK, _EXACT_MASK, _AUXILIARY, _OUTPUT = range(
+    len(_HEADER)
+)
 _PARTS = (*(f"planes.{index}" for index in range(_MAX_PLANES)), *_SIDE)
 _NAMES = (*(f"{side}.{part}" for side in ("key", "value") for part in _PARTS), "cos", "sin")
 _PLACES = {name: len(_HEADER) + 4 * index for index, name in enumerate(_NAMES)}

@@ -151,9 +151,8 @@ struct Scores {
   }
 
   void finish_block(Int n) {
-    const bool constants = call.key.mean.data && !form.stores_raw;
     const float* mask = call.block_mask ? call.block_mask + (b * call.blocks + n) * length : nullptr;
-    for (Int r = 0; r < repeats; ++r) finish(scored + r * width, length, constants ? constant[r] : 0.0f, mask);
+    for (Int r = 0; r < repeats; ++r) finish(scored + r * width, length, constant[r], mask);
   }
 
   // Adds the constant and the mask, with the softcap between them.
@@ -238,9 +237,9 @@ struct Scores {
     const Spec& spec = form.key;
     const float* mean = (const float*)(call.key.mean.data ? at(call.key.mean, b, k) : nullptr);
     const float step = spec.segment[0].step, offset = spec.segment[0].offset;
-    const Int per_token = spec.tokens_per_group, per_channel = spec.channels_per_group;
+    const Int tokens = spec.tokens_per_group, channels = spec.channels_per_group;
     const auto row = [&](const std::vector<float>& metadata, Int c) {
-      return metadata.empty() ? nullptr : &metadata[c / per_channel * (keys.by_token ? length : 1)];
+      return metadata.empty() ? nullptr : &metadata[c / channels * (keys.by_token ? length : 1)];
     };
     const auto centre = [&](Int c) { return mean ? mean[c] : 0.0f; };
     if (keys.by_token) {
@@ -257,11 +256,11 @@ struct Scores {
       keys.unpack_block(n);
       for (Int c = 0; c < key_dim; ++c)
         for (Int g = 0; g < keys.groups; ++g) {
-          const Int place = g * spec.groups + c / per_channel;
+          const Int place = g * spec.groups + c / channels;
           const float scale = keys.scale[place], zero = keys.zero.empty() ? 0.0f : keys.zero[place];
           const float added = zero - offset * scale + centre(c);
-          float* key = &keys.numbers[c * length + g * per_token];
-          for (Int t = 0; t < per_token; ++t) key[t] = key[t] * (scale * step) + added;
+          float* key = &keys.numbers[c * length + g * tokens];
+          for (Int t = 0; t < tokens; ++t) key[t] = key[t] * (scale * step) + added;
         }
     }
     rotate(n);

@@ -84,7 +84,7 @@ struct Task : Scores {
       for (Int t = 0; t < length; ++t) to[t] = from[t] * scale[t];
     }
     if (!values.uniform) return sum_mixed(n);
-    sum_codes(n, 0, length, first, size);
+    sum_codes(n, scaled.data(), length, 0, length, first, size);
     const float step = spec.segment[0].step, offset = spec.segment[0].offset;
     for (Int r = 0; r < repeats; ++r) {
       float added = -offset * total(&scaled[r * length], length);
@@ -96,14 +96,14 @@ struct Task : Scores {
   }
 
   // block[r][channels] += weights [repeats, length] times the codes of tokens start .. stop
-  void sum_codes(Int n, Int start, Int stop, Int first, Int size) {
+  void sum_codes(Int n, const float* weights, Int weight_stride, Int start, Int stop, Int first, Int size) {
     const Spec& spec = form.value;
     if (values.in_pieces)
       multiply<VALUES, Floats>({&values.numbers[start * value_dim + first], stop - start, value_dim, size, 0}, repeats,
-                              &scaled[start], length, &block[first], value_dim);
+                              weights + start, weight_stride, &block[first], value_dim);
     else
       multiply_uniform<VALUES>(spec, values.planes(n, first).data(), values.rows(0), value_dim, size, repeats,
-                               scaled.data(), length, &block[first], value_dim);
+                               weights, weight_stride, &block[first], value_dim);
   }
 
   // Channels of several widths, under one scale per token.
@@ -138,8 +138,7 @@ struct Task : Scores {
     const Spec& spec = form.value;
     const Int size = spec.tokens_per_group;
     std::fill(block.begin(), block.end(), 0.0f);
-    for (Int r = 0; r < repeats; ++r) std::copy(scored + r * width, scored + r * width + length, &scaled[r * length]);
-    sum_codes(n, g * size, (g + 1) * size, 0, value_dim);
+    sum_codes(n, scored, width, g * size, (g + 1) * size, 0, value_dim);
     const float step = spec.segment[0].step, offset = spec.segment[0].offset;
     for (Int r = 0; r < repeats; ++r) {
       const float mass = total(scored + r * width + g * size, size);
