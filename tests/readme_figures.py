@@ -83,7 +83,7 @@ def _operation_figures() -> list[tuple[str, str]]:
     both = {
         cell["scheme"]: f"{cell['speed']['dynamic']:.2f}"
         for cell in cells
-        if (cell["part"], cell["threads"], cell.get("tokens")) == ("step", 2, 8192)
+        if (cell["part"], cell["threads"], cell["dtype"], cell.get("tokens")) == ("step", 2, "float32", 8192)
     }
     text = f"`cm3` {speed['cm3']} and `cm2` {speed['cm2']} times, not 3.5 (`k4v4` {speed['k4v4']}, limit 3; `k4v4-pre` "
     halves = f"In bf16 `k4v4` {half['k4v4']}, `cr4` {half['cr4']}, `cm2` {half['cm2']}, `cm3` {half['cm3']} "
