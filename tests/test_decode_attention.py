@@ -112,10 +112,16 @@ def options_of(shape: tuple[int, ...], length: int, new: int = 1) -> list[tuple[
     ]
 
 
-@pytest.fixture(params=["algebra", "native"])
+@pytest.fixture(params=["algebra", "native", "native, floats"])
 def attend(request, monkeypatch) -> Callable[..., torch.Tensor]:
-    """The step that torch.compile is given, without it, and the one in C++."""
+    """The step that torch.compile is given, without it, and the one in C++, as this machine runs it and as one without
+    integer products of bytes does."""
     if request.param == "native":
+        return backends.native
+    if request.param == "native, floats":
+        library = native._library("-DWITHOUT_INTEGERS")
+        monkeypatch.setattr(native, "_library", lambda: library)
+        monkeypatch.setattr(backends, "_native", native.NativeDecode())
         return backends.native
     monkeypatch.setattr(backends, "_compiled", decode)
     return backends.compiled
@@ -138,10 +144,41 @@ def test_every_format_gives_what_its_codes_stand_for(attend, name) -> None:
         (replace(PRESETS["cr4"].config, pre_rope=True), "keys before RoPE with channel scales or a Hadamard rotation"),
         (both(TensorSpec("int4", "token", 4)), "more than 8 groups of channels per token"),
         (KVQuantConfig(residual_length=1000), "no block is closed yet"),
+        (both(TensorSpec("int2", "channel", 4104)), "blocks of more than 4096 tokens"),
     ],
 )
 def test_what_codes_cannot_serve_is_refused_with_the_reason(config, reason) -> None:
-    assert refusal(past_with(config, SHAPES[0])[1]) == reason
+    shape = (1, 1, 1, 8, 4200) if "blocks of" in reason else SHAPES[0]
+    assert refusal(past_with(config, shape)[1]) == reason
+
+
+def test_the_widest_heads_and_the_longest_blocks(attend) -> None:
+    long = KVQuantConfig(TensorSpec("int4", "channel", 4096), TensorSpec("int4", "token", 16), residual_length=0)
+    narrow, wide = past_with(long, (1, 1, 2, 16, 4200)), (1, 1, 2, 2048, 300)
+    assert refusal(past_with(CONFIGS["k4v4"], (1, 1, 1, 2056, 200))[1]) == "heads of more than 2048 channels"
+    for scaling, (query, past) in (
+        (16**-0.5, narrow),
+        (2048**-0.5, past_with(CONFIGS["cm3"], wide)),
+        (2048**-0.5, past_with(both(TensorSpec("int3")), wide)),
+    ):
+        assert not refusal(past)
+        right = reference.decode(query, past, scaling)
+        assert relative_error(attend(query, past, scaling), right) <= TOLERANCES["attention_fp32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "int3-token-32", "int8-channel-32"])
+def test_with_16_bits_the_rounding_of_the_output_is_nearly_all_of_the_error(attend, name, dtype) -> None:
+    """One channel of the queries is 30 times the others: integers of all are relative to it."""
+
+    def change(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries[..., 5] *= 30
+        return keys, values, queries
+
+    query, past = past_with(CONFIGS[name], SHAPES[0], dtype=dtype, change=change)
+    right = reference.decode(query.float(), past, 0.05)
+    rounding = relative_error(right.to(dtype), right)
+    assert relative_error(attend(query, past, 0.05), right) <= TOLERANCES["attention_over_rounding"] * rounding
 
 
 def test_formats_with_levels_of_their_own_are_refused(monkeypatch) -> None:
@@ -302,7 +339,7 @@ def test_structures_in_python_and_in_cpp_have_the_same_members() -> None:
         lines = re.findall(r"(?:const )?(\w+)[ *]+([^;]*);", found[1])
         return [(member, kind) for kind, names in lines for member in re.findall(r"(\w+)(?:\[[^]]*\])?(?:,|$)", names)]
 
-    for name in ("Part", "Segment", "Spec", "Form"):
+    for name in ("Segment", "Spec", "Form"):
         here: type[ctypes.Structure] = getattr(native, f"_{name}")
         doubles = [(field[0], field[1] is native.Double) for field in here._fields_]
         assert [(field, kind == "double") for field, kind in members(name)] == doubles

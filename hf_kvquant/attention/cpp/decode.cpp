@@ -33,11 +33,18 @@ extern "C" void hf_kvquant_decode(const Form* form, const Call* call) {
     for (Int start = call->blocks * split / splits; start < stop; start += step) {
       const Int count = std::min(step, stop - start);
       angles[run].bring(start, count);
-      for (Int head = 0; head < together; ++head) task(head)->score_blocks(start, count, stop);
-      if (form->turns_centre)  // block by block, while its angles are in the first-level cache
-        for (Int n = 0; n < count; ++n)
-          for (int index = 0; index < 2; ++index)
-            for (Int head = 0; head < together; ++head) task(head)->at_block(n), task(head)->add_centre(start + n, index);
+      angles[run].look_ahead(start, count, 1);
+      for (Int head = 0; head < together; ++head) task(head)->score(start, count, stop);
+      for (Int n = 0; form->turns_centre && n < count; ++n) {  // while the angles of a block are in the first-level cache
+        const bool fixed = angles[run].fix(start + n);
+        for (int index = 0; index < (fixed ? 1 : 2); ++index)
+          for (Int head = 0; head < together; ++head) {
+            task(head)->at_block(n);
+            if (fixed) task(head)->add_fixed_centre();
+            else task(head)->add_centre(start + n, index);
+          }
+      }
+      angles[run].look_ahead(start + count, step, 0);
       for (Int head = 0; head < together; ++head) task(head)->sum_blocks(start, count, stop);
     }
     if (split == splits - 1)

@@ -17,15 +17,13 @@ struct Tensor {
   Int batch, head, block;  // strides in bytes
 };
 
-// Bits shift .. shift + width of the channels start .. stop, as channels place .. of plane ``plane``.
-struct Part {
-  Int plane, start, stop, place, shift;
-};
-
-// Channels that share a number format: u = code * step - offset, for codes that count from their middle.
+// Channels that share a number format: u = code * step - offset, for codes that count from their middle. Their low bits
+// are at the channels ``place`` .. of plane ``low``; those of codes that lie in two planes have their high bits in
+// ``high``, else -1.
 struct Segment {
   Int start, stop;
   double step, offset;
+  Int low, place, high, high_place;
 };
 
 struct Spec {
@@ -34,10 +32,9 @@ struct Spec {
   Int tokens_per_group, channels_per_group, groups;
   Int scale_kind, zero_kind;
   Int planes, widths[MAX_PLANES], channels[MAX_PLANES];
-  Int parts, segments;
+  Int segments;
   const float* scales;  // of the 256 codes of 8-bit scales, or static ones
   Int static_scales;
-  Part part[2 * MAX_SEGMENTS];
   Segment segment[MAX_SEGMENTS];
 };
 
@@ -59,6 +56,7 @@ struct Side {
 
 struct Call {
   Int batch, blocks, sinks, recent, splits, threads;
+  Int limbs;  // bytes of a weight as an integer
   const float *query, *block_mask, *exact_mask, *auxiliary;
   float* output;
   Side key, value;

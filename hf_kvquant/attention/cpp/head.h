@@ -2,10 +2,6 @@
 
 #pragma once
 
-#include <array>
-#include <cmath>
-#include <vector>
-
 #include "rows.h"
 
 namespace {
@@ -16,45 +12,159 @@ inline const char* at(const Tensor& tensor, Int b, Int k, Int n = 0) {
 
 inline float power(int8_t exponent) { return std::ldexp(1.0f, exponent); }
 
+// Weights [heads, count] that codes are multiplied with.
+struct Weights {
+  const float* numbers = nullptr;
+  Int stride = 0, heads = 0;
+  Limbs limbs;
+  std::vector<Codes> parts;
+};
+
 // Keys or values of one KV head of one row, block by block.
 struct Head {
   const Spec& spec;
   const Side& side;
-  Int b, k, dim, length;
+  Int limbs, b, k, dim, length;
   Int groups;                      // groups of tokens, by ``spec.groups`` of channels
-  bool uniform, in_pieces;         // one width for all channels; codes have to be unpacked
   bool by_token, keys;
+  bool integers;                   // codes are multiplied as integers
+  bool in_pieces;                  // codes have to be unpacked
   // Of the block at hand: [groups, spec.groups], or the other way round where every token has its own (by_token).
   std::vector<float> scale, zero;
-  std::vector<float> numbers;      // the block at hand, where it is unpacked
+  std::vector<float> numbers;      // of the block at hand, where it is unpacked: [dim, length] or [length, dim]
+  Ahead& ahead;
 
   // ``within``: scales that change within a block have to be applied before the sum. ``raw``: always unpacked.
-  Head(const Spec& spec, const Side& side, Int b, Int k, Int dim, Int length, bool keys, bool within, bool raw)
-      : spec(spec), side(side), b(b), k(k), dim(dim), length(length), groups(length / spec.tokens_per_group),
-        uniform(spec.segments == 1 && spec.segment[0].stop == dim),
-        in_pieces(!spec.lossless && (raw || (within && groups > 1))),
+  Head(const Spec& spec, const Side& side, Int limbs, Int b, Int k, Int dim, Int length, bool keys, bool within, bool raw,
+       Ahead& ahead)
+      : spec(spec), side(side), limbs(limbs), b(b), k(k), dim(dim), length(length), groups(length / spec.tokens_per_group),
         by_token(spec.tokens_per_group == 1), keys(keys),
+        integers(!spec.lossless && !raw && !(within && groups > 1) && by_integers()),
+        in_pieces(!spec.lossless && !integers &&
+                  (raw || (within && groups > 1) || (INTEGERS && !spec.float8_mantissa))),
         scale(groups * spec.groups), zero(spec.zero_kind == NONE ? 0 : groups * spec.groups),
-        numbers(in_pieces ? dim * length : 0) {
+        numbers(in_pieces ? dim * length : 0), ahead(ahead) {
     if (spec.scale_kind == STATIC && !spec.lossless)
       std::fill(scale.begin(), scale.end(), spec.scales[spec.static_scales > 1 ? k : 0]);
   }
 
-  const uint8_t* plane(Int index, Int n) const { return (const uint8_t*)at(side.planes[index], b, k, n); }
-
-  // Of a uniform format, from a channel on.
-  std::array<const uint8_t*, 2> planes(Int n, Int channel = 0) const {
-    std::array<const uint8_t*, 2> found = {};
-    for (Int index = 0; index < spec.planes; ++index)
-      found[index] = plane(index, n) + channel * (keys ? rows(index) : 1);
-    return found;
+  // Whether tokens lie as the tiles of integers.h take them.
+  bool by_integers() const {
+    bool fits = INTEGERS && !spec.float8_mantissa && length % 32 == 0;
+    for (Int index = 0; index < spec.planes; ++index) fits = fits && (!keys || rows(index) % 8 == 0);
+    return fits;
   }
+
+  const uint8_t* plane(Int index, Int n) const { return (const uint8_t*)at(side.planes[index], b, k, n); }
 
   // Elements of a plane that hold one of its runs of tokens.
   Int rows(Int index) const { return length * spec.widths[index] / 8; }
 
+  // Some channels of a segment.
+  Block block(const Segment& segment, Int n, Int channel, Int size) const {
+    Block found = {};
+    const Int run = rows(segment.low), from = channel - segment.start;
+    found.low = plane(segment.low, n) + (segment.place + from) * (keys ? run : 1);
+    found.low_stride = keys ? run : spec.channels[segment.low];
+    found.count = keys ? size : run, found.run = keys ? run : size;
+    if (segment.high < 0) return found;
+    found.high = plane(segment.high, n) + (segment.high_place + from) * (keys ? rows(segment.high) : 1);
+    found.high_stride = keys ? rows(segment.high) : spec.channels[segment.high];
+    return found;
+  }
+
+  // The codes of the channels first .. last of a segment, from block n on.
+  Codes codes(const Segment& segment, Int n, Int first, Int last) const {
+    Codes found = {block(segment, n, first, last - first), spec.widths[segment.low], 0, last - first};
+    found.low_step = side.planes[segment.low].block;
+    if (segment.high >= 0) found.high = spec.widths[segment.high], found.high_step = side.planes[segment.high].block;
+    return found;
+  }
+
+  // ``visit(segment, start, stop)``: the part of each segment that is in the channels first .. last.
+  template <class Visit>
+  void each_part(Int first, Int last, Visit visit) const {
+    for (Int index = 0; index < spec.segments; ++index) {
+      const Int start = std::max(spec.segment[index].start, first), stop = std::min(spec.segment[index].stop, last);
+      if (start < stop) visit(spec.segment[index], start, stop);
+    }
+  }
+
+  void set(Weights& weights, const float* numbers, Int stride, Int heads) const {
+    weights.numbers = numbers, weights.stride = stride, weights.heads = heads;
+    if (integers) weights.limbs.begin(limbs, heads);
+  }
+
+  // Weights [heads, last - first] of the channels first .. last of keys.
+  void set_channels(Weights& weights, const float* numbers, Int stride, Int heads, Int first, Int last) const {
+    set(weights, numbers, stride, heads);
+    if (!integers) return;
+    weights.parts.clear();
+    Int from = 0;
+    each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
+      weights.parts.push_back(codes(segment, 0, start, stop));
+      weights.parts.back().from = from, from += (stop - start + 15) / 16 * 16;
+    });
+    for (Int head = 0; head < heads; ++head, numbers += stride) {
+      weights.limbs.set_unit(head, numbers, last - first);
+      auto part = weights.parts.begin();
+      each_part(first, last, [&](const Segment&, Int start, Int stop) {
+        weights.limbs.set(head, numbers + start - first, stop - start, part->from, part->middle());
+        ++part;
+      });
+    }
+  }
+
+  // Weights [heads, count] of the tokens of values.
+  void set_tokens(Weights& weights, const float* numbers, Int stride, Int heads, Int count) const {
+    set(weights, numbers, stride, heads);
+    for (Int head = 0; integers && head < heads; ++head, numbers += stride)
+      weights.limbs.set_unit(head, numbers, count), weights.limbs.set(head, numbers, count, 0, 1);
+  }
+
+  // scores [heads, tokens] += weights times the codes of the channels first .. last in block n.
+  void multiply_keys(Weights& weights, Int n, Int first, Int last, float* scores, Int stride) {
+    auto part = weights.parts.begin();
+    each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
+      const float* numbers = weights.numbers + start - first;
+      if (integers) {
+        (part++)->block = block(segment, n, start, stop - start);
+      } else if (in_pieces) {
+        unpack(segment, n);
+        multiply<KEYS, Floats>({&this->numbers[start * length], stop - start, length, length, 0}, weights.heads,
+                               numbers, weights.stride, scores, stride);
+      } else {
+        multiply_segment<KEYS>(spec, segment, block(segment, n, start, stop - start), weights.heads, numbers,
+                               weights.stride, scores, stride);
+      }
+    });
+    if (integers) ::multiply_keys(weights.parts, length, weights.limbs, scores, stride, ahead);
+  }
+
+  // sums [heads, last - first] += weights times the codes of the channels first .. last of a segment, in ``blocks``
+  // blocks from n on.
+  void multiply_values(const Weights& weights, const Segment& segment, Int n, Int blocks, Int first, Int last,
+                       float* sums, Int stride) {
+    if (integers) {
+      Codes all = codes(segment, n, first, last);
+      all.blocks = blocks;
+      return ::multiply_values(all, length, weights.limbs, sums, stride, ahead);
+    }
+    const float* from = weights.numbers;
+    for (Int end = n + blocks; n < end; ++n, from += length)
+      if (in_pieces) {
+        unpack(segment, n);
+        multiply<VALUES, Floats>({&numbers[first], length, dim, last - first, 0}, weights.heads, from, weights.stride,
+                                 sums, stride);
+      } else {
+        multiply_segment<VALUES>(spec, segment, block(segment, n, first, last - first), weights.heads, from,
+                                 weights.stride, sums, stride);
+      }
+  }
+
   // Have the codes of a block brought to the cache while others are computed with.
   void prefetch(Int n) const {
+    if (integers) return;  // which do so themselves
     for (Int index = 0; index < spec.planes; ++index) {
       const char* from = (const char*)plane(index, n);
       for (Int byte = 0, count = rows(index) * spec.channels[index]; byte < count; byte += 64)
@@ -62,7 +172,10 @@ struct Head {
     }
   }
 
+  // Scales and zero points; those of the next block are on their way.
   void read_metadata(Int n) {
+    prefetch(side.scale, n + 1);
+    prefetch(side.zero, n + 1);
     if (spec.scale_kind != STATIC) {
       const char* stored = at(side.scale, b, k, n);
       float factor = side.exponent.data ? power(*at(side.exponent, b, k, n)) : 1.0f;
@@ -84,6 +197,11 @@ struct Head {
                  relative ? power(*at(exponent, b, k, n)) : 1.0f);
   }
 
+  void prefetch(const Tensor& metadata, Int n) const {
+    const char* from = metadata.data ? at(metadata, b, k, n) : nullptr;
+    for (Int byte = 0; from && byte < metadata.block; byte += 64) __builtin_prefetch(from + byte);
+  }
+
   template <class Read>
   void sorted(std::vector<float>& to, Read number) {
     if (!by_token || spec.groups == 1)
@@ -101,28 +219,29 @@ struct Head {
   }
   std::vector<float> stored_numbers;
 
-  // The codes of a block of a uniform format, [dim, length] of keys and [length, dim] of values: to ``numbers``, by
-  // way of ``change(channel, token, numbers)``.
+  // The codes of a segment in a block to ``numbers``, by way of ``change(channel, token, numbers)``.
   template <class Change>
-  void unpack_block(Int n, Change change) {
+  void unpack(const Segment& segment, Int n, Change change) {
+    const Int first = segment.start;
+    const Block codes = block(segment, n, first, segment.stop - first);
     if (keys)
-      with_uniform_rows<KEYS>(spec, planes(n).data(), dim, rows(0), rows(0), [&](auto rows, Int token) {
+      with_segment_rows<KEYS>(spec, segment, codes, [&](auto rows, Int token) {
         each_number(rows, [&](Int row, Int i, Int lane, auto x) {
-          const Int t = token + i * rows.period + lane;
-          store(&numbers[row * length + t], change(row, t, x));
+          const Int c = first + row, t = token + i * rows.period + lane;
+          store(&numbers[c * length + t], change(c, t, x));
         });
       });
     else
-      with_uniform_rows<VALUES>(spec, planes(n).data(), rows(0), dim, dim, [&](auto rows, Int token) {
+      with_segment_rows<VALUES>(spec, segment, codes, [&](auto rows, Int token) {
         each_number(rows, [&](Int row, Int i, Int lane, auto x) {
-          const Int t = token + i * rows.period + row;
-          store(&numbers[t * dim + lane], change(lane, t, x));
+          const Int c = first + lane, t = token + i * rows.period + row;
+          store(&numbers[t * dim + c], change(c, t, x));
         });
       });
   }
 
-  void unpack_block(Int n) {
-    unpack_block(n, [](Int, Int, auto x) { return x; });
+  void unpack(const Segment& segment, Int n) {
+    unpack(segment, n, [](Int, Int, auto x) { return x; });
   }
 };
 

@@ -13,6 +13,7 @@ constexpr int MAX_TILE = 4;  // query heads
 // ``period`` behind that of number i.
 template <class S>
 struct Rows {
+  static constexpr bool BY_INTEGERS = INTEGERS && S::AFFINE;  // not by the loops of this file
   const typename S::Element* data;
   Int count, stride, run, period;
   const uint8_t* high = nullptr;  // the other plane of two, its rows high_stride apart
@@ -139,17 +140,26 @@ void loop(Rows<S> rows, const float* weights, Int weight_stride, float* output, 
     lanes<LOOP == KEYS, S, R>(rows, weights, weight_stride, output, output_stride);
 }
 
-// All query heads, in tiles of at most MAX_TILE.
+// All query heads, in tiles of at most MAX_TILE: ``visit(size as a constant, first head)``.
+template <class Visit>
+void each_tile(Int heads, Visit visit) {
+  Int head = 0;
+  for (Int tiles = (heads + MAX_TILE - 1) / MAX_TILE; tiles; --tiles) {
+    const Int size = (heads - head + tiles - 1) / tiles;
+    if (size == 1) visit(std::integral_constant<int, 1>(), head);
+    if (size == 2) visit(std::integral_constant<int, 2>(), head);
+    if (size == 3) visit(std::integral_constant<int, 3>(), head);
+    if (size == 4) visit(std::integral_constant<int, 4>(), head);
+    head += size;
+  }
+}
+
 template <Loop LOOP, class S>
 void multiply(Rows<S> rows, Int heads, const float* weights, Int weight_stride, float* output, Int output_stride) {
-  for (Int tiles = (heads + MAX_TILE - 1) / MAX_TILE; tiles; --tiles) {
-    const Int size = (heads + tiles - 1) / tiles;
-    if (size == 1) loop<LOOP, S, 1>(rows, weights, weight_stride, output, output_stride);
-    if (size == 2) loop<LOOP, S, 2>(rows, weights, weight_stride, output, output_stride);
-    if (size == 3) loop<LOOP, S, 3>(rows, weights, weight_stride, output, output_stride);
-    if (size == 4) loop<LOOP, S, 4>(rows, weights, weight_stride, output, output_stride);
-    heads -= size, weights += size * weight_stride, output += size * output_stride;
-  }
+  each_tile(heads, [&](auto size, Int head) {
+    loop<LOOP, S, size>(rows, weights + head * weight_stride, weight_stride, output + head * output_stride,
+                        output_stride);
+  });
 }
 
 // output [heads, dim] += input [heads, dim] times a matrix [dim, dim]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "head.h"
+#include "turns.h"
 
 namespace {
 
@@ -27,6 +28,23 @@ struct Angles {
     }
   }
 
+  // Where what is read next lies.
+  Ahead ahead = {};
+
+  // One of the two of ``count`` blocks from n on.
+  void look_ahead(Int n, Int count, int index) {
+    if (!call.cos.data) return;
+    ahead.angles = stored(n, index), ahead.angles_end = stored(std::min(n + count, call.blocks), index);
+  }
+
+  bool by_integers() const { return INTEGERS && form.angle != FLOAT32 && call.limbs == 2; }
+
+  // Those of a block as integers, if they can be.
+  bool fix(Int n) {
+    return by_integers() && turns.set(stored(n, 0), stored(n, 1), size(), form.angle);
+  }
+  Turns turns = {};
+
   const char* stored(Int n, int index) const { return at(index ? call.sin : call.cos, b, n); }
 
   // cos or sin [pairs, length] of a block.
@@ -39,20 +57,26 @@ struct Angles {
 struct Scores {
   const Form& form;
   const Call& call;
-  const Angles& angles;
+  Angles& angles;
   const Int b, k, repeats, length, key_dim;
   Head keys;
   std::vector<float> query, folded, weights, along, across, constant, masses, grouped;
+  std::vector<Weights> multiplied;  // the weights by group of channels
+  std::vector<int32_t> turned;  // along and across as integers
+  std::vector<float> turned_units;
   std::vector<float> scores;
   float* scored = nullptr;  // of the block at hand, ``width`` from head to head
   Int width = 0;
 
-  Scores(const Form& form, const Call& call, const Angles& angles, Int k)
+  Scores(const Form& form, const Call& call, Angles& angles, Int k)
       : form(form), call(call), angles(angles), b(angles.b), k(k), repeats(form.repeats), length(form.block_length),
-        key_dim(form.key_dim), keys(form.key, call.key, b, k, key_dim, length, true, per_channel(), form.stores_raw),
-        query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim * 2),
+        key_dim(form.key_dim),
+        keys(form.key, call.key, call.limbs, b, k, key_dim, length, true, per_channel(), form.stores_raw, angles.ahead),
+        query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim),
         along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
-        masses(repeats * form.key.groups), scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
+        turned(repeats * form.pairs), turned_units(repeats),
+        masses(repeats * form.key.groups), multiplied(form.key.groups),
+        scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
     read_query();
   }
 
@@ -92,47 +116,31 @@ struct Scores {
         along[r * form.pairs + i] = q[one] * mean[one] + q[other] * mean[other];
         across[r * form.pairs + i] = (q[other] * mean[one] - q[one] * mean[other]) * (float)form.sign;
       }
+      if (angles.by_integers()) {
+        const Int from = r * form.pairs;
+        turned_units[r] = Turns::set_weights(&along[from], &across[from], form.pairs, &turned[from]);
+      }
     }
   }
 
   // Whether scales belong to channels, so that they go into the query block by block.
   bool per_channel() const { return form.key.channels_per_group == 1 && form.key.tokens_per_group > 1; }
 
-  // Queries as they meet the codes of the planes, at ``weights``, and what their offsets take away, by group.
+  // Queries as they meet the codes, at ``weights``, and what offsets take away, by group of channels.
   void fold_codes() {
     const Spec& spec = form.key;
     if (spec.lossless || form.stores_raw || per_channel()) return;
     const Int size = key_dim / spec.groups;
-    for (Int r = 0; r < repeats; ++r) {
-      const float* q = &folded[r * key_dim];
-      if (keys.uniform)
-        for (Int c = 0; c < key_dim; ++c) weights[r * key_dim + c] = q[c] * (float)spec.segment[0].step;
-      else
-        for (Int index = 0; index < spec.parts; ++index) place(r, q, spec.part[index]);
-      for (Int index = 0; index < spec.segments; ++index) {
-        const Segment& segment = spec.segment[index];
-        for (Int g = 0; g < spec.groups; ++g) {
-          const Int start = std::max(segment.start, g * size), stop = std::min(segment.stop, (g + 1) * size);
-          if (start < stop) masses[r * spec.groups + g] -= total(q + start, stop - start) * (float)segment.offset;
+    for (Int g = 0; g < spec.groups; ++g) {
+      keys.each_part(g * size, (g + 1) * size, [&](const Segment& segment, Int start, Int stop) {
+        for (Int r = 0; r < repeats; ++r) {
+          const float* q = &folded[r * key_dim];
+          for (Int c = start; c < stop; ++c) weights[r * key_dim + c] = q[c] * (float)segment.step;
+          masses[r * spec.groups + g] -= total(q + start, stop - start) * (float)segment.offset;
         }
-      }
+      });
+      keys.set_channels(multiplied[g], &weights[g * size], key_dim, repeats, g * size, (g + 1) * size);
     }
-  }
-
-  // Planes one after the other, each [repeats, channels]: key_dim * repeats * 2 numbers at most.
-  float* plane_weights(Int plane) {
-    Int start = 0;
-    for (Int index = 0; index < plane; ++index) start += repeats * form.key.channels[index];
-    return &weights[start];
-  }
-
-  void place(Int r, const float* q, const Part& part) {
-    float* to = plane_weights(part.plane) + r * form.key.channels[part.plane] + part.place;
-    double step = 1;
-    for (Int index = 0; index < form.key.segments; ++index)
-      if (form.key.segment[index].start == part.start) step = form.key.segment[index].step;
-    const float factor = step * (1 << part.shift);
-    for (Int c = part.start; c < part.stop; ++c) to[c - part.start] = q[c] * factor;
   }
 
   // --------------------------------------------------------------------------------------------------------- scores
@@ -171,7 +179,7 @@ struct Scores {
     const Spec& spec = form.key;
     const float step = spec.segment[0].step, offset = spec.segment[0].offset / spec.segment[0].step;
     const Int size = spec.tokens_per_group;
-    if (keys.in_pieces) keys.unpack_block(n);
+    if (keys.groups > 1) keys.unpack(spec.segment[0], n);
     for (Int g = 0; g < keys.groups; ++g) {
       const float *scale = &keys.scale[g * key_dim], *zero = keys.zero.empty() ? nullptr : &keys.zero[g * key_dim];
       for (Int r = 0; r < repeats; ++r) {
@@ -181,12 +189,13 @@ struct Scores {
         const float added = (zero ? dot(q, zero, key_dim) : 0.0f) - total(to, key_dim) * offset;
         for (Int t = 0; t < size; ++t) scored[r * width + g * size + t] = added;
       }
-      if (keys.in_pieces)
+      if (keys.groups > 1) {
         multiply<KEYS, Floats>({&keys.numbers[g * size], key_dim, length, size, 0}, repeats, weights.data(), key_dim,
                                scored + g * size, width);
-      else
-        multiply_uniform<KEYS>(spec, keys.planes(n).data(), key_dim, keys.rows(0), keys.rows(0), repeats,
-                               weights.data(), key_dim, scored, width);
+      } else {
+        keys.set_channels(multiplied[0], weights.data(), key_dim, repeats, 0, key_dim);
+        keys.multiply_keys(multiplied[0], n, 0, key_dim, scored, width);
+      }
     }
   }
 
@@ -199,13 +208,7 @@ struct Scores {
     if (groups > 1) sums = group_scores(), stride = length;
     for (Int g = 0; g < groups; ++g) {
       if (groups > 1) std::fill(sums, sums + repeats * length, 0.0f);
-      if (keys.uniform)
-        multiply_uniform<KEYS>(spec, keys.planes(n, g * size).data(), size, keys.rows(0), keys.rows(0), repeats,
-                               &weights[g * size], key_dim, sums, stride);
-      else
-        for (Int index = 0; index < spec.planes; ++index)
-          multiply_codes<KEYS>(spec, spec.widths[index], keys.plane(index, n), spec.channels[index], keys.rows(index),
-                               keys.rows(index), repeats, plane_weights(index), spec.channels[index], sums, stride);
+      keys.multiply_keys(multiplied[g], n, g * size, (g + 1) * size, sums, stride);
       for (Int r = 0; r < repeats; ++r) {
         const float offset = masses[r * groups + g];
         const float mass = keys.zero.empty() ? 0.0f : total(&folded[r * key_dim + g * size], size);
@@ -243,17 +246,17 @@ struct Scores {
     };
     const auto centre = [&](Int c) { return mean ? mean[c] : 0.0f; };
     if (keys.by_token) {
-      keys.unpack_block(n, [&](Int c, Int t, auto x) {
+      keys.unpack(spec.segment[0], n, [&](Int c, Int t, auto x) {
         x = (x * step - offset) * load<decltype(x)>(row(keys.scale, c) + t) + centre(c);
         return keys.zero.empty() ? x : x + load<decltype(x)>(row(keys.zero, c) + t);
       });
     } else if (keys.groups == 1) {
-      keys.unpack_block(n, [&](Int c, Int, auto x) {
+      keys.unpack(spec.segment[0], n, [&](Int c, Int, auto x) {
         const float scale = *row(keys.scale, c), zero = keys.zero.empty() ? 0.0f : *row(keys.zero, c);
         return x * (scale * step) + (zero - offset * scale + centre(c));
       });
     } else {
-      keys.unpack_block(n);
+      keys.unpack(spec.segment[0], n);
       for (Int c = 0; c < key_dim; ++c)
         for (Int g = 0; g < keys.groups; ++g) {
           const Int place = g * spec.groups + c / channels;
@@ -282,7 +285,12 @@ struct Scores {
     }
   }
 
-  // One of the two terms of the rotated centre.
+  // The rotated centre, with the angles of a block as integers.
+  void add_fixed_centre() {
+    angles.turns.add(repeats, turned.data(), turned_units.data(), form.pairs, length, scored, width);
+  }
+
+  // One of its two terms.
   void add_centre(Int n, int index) {
     multiply_exact<KEYS>(form.angle, angles.stored(n, index), form.pairs, length, repeats,
                          index ? across.data() : along.data(), form.pairs, scored, width);

@@ -30,6 +30,7 @@ struct Bytes {
 
 template <int W>
 struct Packed : Bytes {
+  static constexpr bool AFFINE = true;
   static constexpr int PER = 8 / W;
   template <int L>
   static inline typename Vector<L>::F number(Raw<L> raw, int i) {
@@ -43,6 +44,7 @@ struct Packed : Bytes {
 // of a vector, from bit ``shift`` on, are put 8 bits above the low ones, and are W bits apart as those are.
 template <int W, int H>
 struct Joint : Bytes {
+  static constexpr bool AFFINE = true;
   static constexpr int PER = 8 / W;
   template <int L>
   static inline Raw<L> fetch(const uint8_t* from, const uint8_t* high, int shift) {
@@ -58,6 +60,7 @@ struct Joint : Bytes {
 // 8-bit floats of M bits of mantissa.
 template <int M>
 struct Float8 : Bytes {
+  static constexpr bool AFFINE = false;
   static constexpr int PER = 1;
   template <int L>
   static inline typename Vector<L>::F number(Raw<L> raw, int) {
@@ -70,6 +73,7 @@ struct Float8 : Bytes {
 // Full precision, of which element E is.
 template <int E>
 struct Exact {
+  static constexpr bool AFFINE = false;
   typedef std::conditional_t<E == FLOAT32, float, uint16_t> Element;
   static constexpr int PER = 1;
   template <int L>

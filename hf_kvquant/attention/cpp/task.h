@@ -10,13 +10,17 @@ namespace {
 struct Task : Scores {
   const Int value_dim;
   Head values;
-  std::vector<float> scaled, top, packed_mass, exact_mass, packed, exact, block;
+  Weights multiplied;
+  std::vector<float> scaled, constants, sums, top, packed_mass, exact_mass, packed, exact;
 
-  Task(const Form& form, const Call& call, const Angles& angles, Int k)
+  Task(const Form& form, const Call& call, Angles& angles, Int k)
       : Scores(form, call, angles, k), value_dim(form.value_dim),
-        values(form.value, call.value, b, k, value_dim, length, false, form.value.tokens_per_group > 1, false),
-        scaled(repeats * length), top(repeats, -INFINITY), packed_mass(repeats), exact_mass(repeats),
-        packed(repeats * value_dim), exact(repeats * value_dim), block(repeats * value_dim) {}
+        values(form.value, call.value, call.limbs, b, k, value_dim, length, false, form.value.tokens_per_group > 1, false,
+               angles.ahead),
+        scaled(values.by_token ? repeats * form.value.groups * std::max(STEP, length) : 0),
+        constants(repeats * form.value.groups), sums(repeats * value_dim),
+        top(repeats, -INFINITY), packed_mass(repeats), exact_mass(repeats), packed(repeats * value_dim),
+        exact(repeats * value_dim) {}
 
   // -------------------------------------------------------------------------------------------------------- softmax
 
@@ -59,92 +63,64 @@ struct Task : Scores {
 
   // --------------------------------------------------------------------------------------------------------- values
 
-  void sum_block(Int n) {
-    const Spec& spec = form.value;
-    if (spec.lossless)
-      return multiply_exact<VALUES>(spec.element, at(call.value.planes[0], b, k, n), length, value_dim, repeats, scored,
-                                    width, packed.data(), value_dim);
-    values.read_metadata(n);
-    if (values.in_pieces) values.unpack_block(n);
-    if (spec.tokens_per_group == 1)
-      for (Int g = 0; g < spec.groups; ++g) sum_scaled(n, g);
-    else
-      for (Int g = 0; g < values.groups; ++g) sum_group(n, g);
-  }
-
-  // Scales of tokens: they go into the weights.
-  void sum_scaled(Int n, Int g) {
-    const Spec& spec = form.value;
-    const Int size = value_dim / spec.groups, first = g * size;
-    std::fill(block.begin(), block.end(), 0.0f);
-    const float* scale = &values.scale[g * length];
-    for (Int r = 0; r < repeats; ++r) {
-      const float* from = scored + r * width;
-      float* to = &scaled[r * length];
-      for (Int t = 0; t < length; ++t) to[t] = from[t] * scale[t];
+  // Scales of tokens: they go into the weights, of all blocks of a piece at once.
+  void sum_scaled(Int start, Int count, Int stop) {
+    const Int groups = form.value.groups, size = value_dim / groups;
+    std::fill(constants.begin(), constants.end(), 0.0f);
+    for (Int index = 0; index < count; ++index) {
+      const Int n = start + index;
+      if (n + 1 < stop) values.prefetch(n + 1);
+      values.read_metadata(n);
+      at_block(index);
+      for (Int place = 0; place < groups * repeats; ++place) {
+        const float *from = scored + place % repeats * width, *scale = &values.scale[place / repeats * length];
+        float* to = &scaled[place * width + index * length];
+        for (Int t = 0; t < length; ++t) to[t] = from[t] * scale[t];
+        if (!values.zero.empty()) constants[place] += dot(from, &values.zero[place / repeats * length], length);
+      }
     }
-    if (!values.uniform) return sum_mixed(n);
-    sum_codes(n, scaled.data(), length, 0, length, first, size);
-    const float step = spec.segment[0].step, offset = spec.segment[0].offset;
-    for (Int r = 0; r < repeats; ++r) {
-      float added = -offset * total(&scaled[r * length], length);
-      if (!values.zero.empty()) added += dot(scored + r * width, &values.zero[g * length], length);
-      const float* from = &block[r * value_dim];
-      float* to = &packed[r * value_dim];
-      for (Int c = first; c < first + size; ++c) to[c] += from[c] * step + added;
-    }
-  }
-
-  // block[r][channels] += weights [repeats, length] times the codes of tokens start .. stop
-  void sum_codes(Int n, const float* weights, Int weight_stride, Int start, Int stop, Int first, Int size) {
-    const Spec& spec = form.value;
-    if (values.in_pieces)
-      multiply<VALUES, Floats>({&values.numbers[start * value_dim + first], stop - start, value_dim, size, 0}, repeats,
-                              weights + start, weight_stride, &block[first], value_dim);
-    else
-      multiply_uniform<VALUES>(spec, values.planes(n, first).data(), values.rows(0), value_dim, size, repeats,
-                               weights, weight_stride, &block[first], value_dim);
-  }
-
-  // Channels of several widths, under one scale per token.
-  void sum_mixed(Int n) {
-    const Spec& spec = form.value;
-    std::vector<float> sums(repeats * value_dim);
-    for (Int index = 0; index < spec.planes; ++index) {
+    for (Int g = 0; g < groups; ++g) {
+      const float* weights = &scaled[g * repeats * width];
+      values.set_tokens(multiplied, weights, width, repeats, width);
       std::fill(sums.begin(), sums.end(), 0.0f);
-      multiply_codes<VALUES>(spec, spec.widths[index], values.plane(index, n), values.rows(index), spec.channels[index],
-                            spec.channels[index], repeats, scaled.data(), length, sums.data(), value_dim);
-      for (Int p = 0; p < spec.parts; ++p) {
-        const Part& part = spec.part[p];
-        if (part.plane != index) continue;
-        for (Int r = 0; r < repeats; ++r)
-          add(&block[r * value_dim + part.start], 1 << part.shift, &sums[r * value_dim + part.place],
-              part.stop - part.start);
-      }
+      values.each_part(g * size, (g + 1) * size, [&](const Segment& segment, Int first, Int last) {
+        values.multiply_values(multiplied, segment, start, count, first, last, &sums[first], value_dim);
+        for (Int r = 0; r < repeats; ++r) {
+          const float added = constants[g * repeats + r] - total(weights + r * width, width) * (float)segment.offset;
+          for (Int c = r * value_dim + first; c < r * value_dim + last; ++c)
+            packed[c] += sums[c] * (float)segment.step + added;
+        }
+      });
     }
-    for (Int r = 0; r < repeats; ++r) {
-      const float mass = total(&scaled[r * length], length);
-      for (Int index = 0; index < spec.segments; ++index) {
-        const Segment& segment = spec.segment[index];
-        const float step = segment.step, added = -mass * (float)segment.offset;
-        for (Int c = segment.start; c < segment.stop; ++c)
-          packed[r * value_dim + c] += block[r * value_dim + c] * step + added;
-      }
-    }
+  }
+
+  void sum_block(Int n) {
+    if (form.value.lossless)
+      return multiply_exact<VALUES>(form.value.element, at(call.value.planes[0], b, k, n), length, value_dim, repeats,
+                                    scored, width, packed.data(), value_dim);
+    values.read_metadata(n);
+    if (values.groups > 1) values.unpack(form.value.segment[0], n);
+    for (Int g = 0; g < values.groups; ++g) sum_group(n, g);
   }
 
   // Scales of several tokens: applied to the sum over them.
   void sum_group(Int n, Int g) {
     const Spec& spec = form.value;
     const Int size = spec.tokens_per_group;
-    std::fill(block.begin(), block.end(), 0.0f);
-    sum_codes(n, scored, width, g * size, (g + 1) * size, 0, value_dim);
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    if (values.groups > 1) {
+      multiply<VALUES, Floats>({&values.numbers[g * size * value_dim], size, value_dim, value_dim, 0}, repeats,
+                               scored + g * size, width, sums.data(), value_dim);
+    } else {
+      values.set_tokens(multiplied, scored, width, repeats, length);
+      values.multiply_values(multiplied, spec.segment[0], n, 1, 0, value_dim, sums.data(), value_dim);
+    }
     const float step = spec.segment[0].step, offset = spec.segment[0].offset;
     for (Int r = 0; r < repeats; ++r) {
       const float mass = total(scored + r * width + g * size, size);
       for (Int c = 0; c < value_dim; ++c) {
         const Int place = g * spec.groups + (spec.groups > 1 ? c : 0);
-        const float unit = block[r * value_dim + c] * step - offset * mass;
+        const float unit = sums[r * value_dim + c] * step - offset * mass;
         packed[r * value_dim + c] += unit * values.scale[place] + (values.zero.empty() ? 0.0f : mass * values.zero[place]);
       }
     }
@@ -152,10 +128,17 @@ struct Task : Scores {
 
   // ----------------------------------------------------------------------------------------------------------- runs
 
+  void score(Int start, Int count, Int stop) {
+    keys.ahead.codes = (const char*)values.plane(0, start);
+    score_blocks(start, count, stop);
+  }
+
   // Weights and values.
   void sum_blocks(Int start, Int count, Int stop) {
     for (Int n = start; n < start + count; ++n) at_block(n - start), finish_block(n);
     weigh(width, packed_mass);
+    values.ahead.codes = (const char*)keys.plane(0, std::min(start + count, call.blocks - 1));
+    if (values.by_token && !form.value.lossless) return sum_scaled(start, count, stop);
     for (Int n = start; n < start + count; ++n) {
       if (n + 1 < stop) values.prefetch(n + 1);
       at_block(n - start);
@@ -200,7 +183,7 @@ struct Task : Scores {
     const int16_t* order = (const int16_t*)(call.value.order.data ? at(call.value.order, b, k) : nullptr);
     if (call.auxiliary)
       for (Int r = 0; r < repeats; ++r) raise(r, call.auxiliary[k * repeats + r]);
-    std::vector<float> sums = packed;
+    sums = packed;
     if (form.fold_value) {
       std::fill(sums.begin(), sums.end(), 0.0f);
       transform(form.fold_value, value_dim, repeats, packed.data(), sums.data());

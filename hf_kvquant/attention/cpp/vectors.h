@@ -11,6 +11,13 @@
 
 #include "handed.h"
 
+// Whether codes are multiplied as integers (integers.h).
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VL__) && !defined(WITHOUT_INTEGERS)
+#define INTEGERS 1
+#else
+#define INTEGERS 0
+#endif
+
 namespace {
 
 template <int L>
