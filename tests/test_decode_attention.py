@@ -76,6 +76,7 @@ def past_with(
     dtype: torch.dtype = torch.float32,
     crop: int = 0,
     change: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    layout: RotaryLayout | None = None,
 ) -> tuple[torch.Tensor, Past]:
     """Queries ``[B, H, new, D]`` and the past of a layer that got all but the last tokens in one prefill; ``change``
     makes other keys, values and queries of all tokens."""
@@ -87,10 +88,12 @@ def past_with(
         keys, values, queries = change(keys, values, queries)
     layer = QuantizedLayer(config)
     if config.needs_attach:
-        angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
-        table = RotaryTable.empty_like(angles[None], 1, config.block_length)
-        table.append(angles.cos()[None], angles.sin()[None])
-        layer.set_rotary(LayerRotary(RotaryLayout("key", "half", dim // 2, 0, 1, "single", False), table))
+        layout = layout or RotaryLayout("key", "half", dim // 2, 0, 1, "single", False)
+        angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(layout.pairs) / layout.pairs)
+        cos, sin = angles.cos()[None].to(dtype), angles.sin()[None].to(dtype)
+        table = RotaryTable.empty_like(cos, 1, config.block_length)
+        table.append(cos, sin)
+        layer.set_rotary(LayerRotary(layout, table))
         layer.note_queries(lambda start, stop: queries[:, :, start:stop], keys[:, :, :-new])
     layer.update(keys[:, :, :-new], values[:, :, :-new])
     if crop:
@@ -208,6 +211,20 @@ def test_layers_share_masks_and_a_mask_written_to_is_read_again(attend, monkeypa
         right = reference.decode(query, past, 0.2, 0.0, mask)
         assert relative_error(attend(query, past, 0.2, 0.0, mask), right) <= TOLERANCES["attention_fp32"]
         assert len(made) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["cr4", "k4v4-pre", "k3v3-pre", "k2v2-pre", "fp8_e4m3-head-32-pre", "int4-token-32-pre"]
+)
+@pytest.mark.parametrize("arrangement", ["half", "interleaved"])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_of_some_channels_in_either_direction(attend, name, arrangement, sign, dtype) -> None:
+    layout = RotaryLayout("key", arrangement, 24, 8, sign, "single", False)
+    query, past = past_with(CONFIGS[name], (2, 1, 5, 64, 333), dtype=dtype, layout=layout)
+    right = reference.decode(query.float(), past, 0.2)
+    tolerance = TOLERANCES["attention_fp32" if dtype == torch.float32 else "attention_bf16"]
+    assert relative_error(attend(query, past, 0.2), right) <= tolerance
 
 
 @pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "k4v4-pre"])

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "head.h"
+#include "rotated.h"
 #include "turns.h"
 
 namespace {
@@ -60,7 +61,7 @@ struct Scores {
   Angles& angles;
   const Int b, k, repeats, length, key_dim;
   Head keys;
-  std::vector<float> query, folded, weights, along, across, constant, masses, grouped;
+  std::vector<float> query, folded, weights, scale, shift, along, across, constant, masses, grouped;
   std::vector<Weights> multiplied;  // the weights by group of channels
   std::vector<int32_t> turned;  // along and across as integers
   std::vector<float> turned_units;
@@ -73,9 +74,9 @@ struct Scores {
         key_dim(form.key_dim),
         keys(form.key, call.key, call.limbs, b, k, key_dim, length, true, per_channel(), form.stores_raw, angles.ahead),
         query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim),
-        along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
-        turned(repeats * form.pairs), turned_units(repeats),
-        masses(repeats * form.key.groups), multiplied(form.key.groups),
+        scale(form.stores_raw ? key_dim : 0), shift(form.stores_raw ? key_dim : 0), along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
+        masses(repeats * form.key.groups), multiplied(form.key.groups), turned(repeats * form.pairs),
+        turned_units(repeats),
         scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
     read_query();
   }
@@ -96,13 +97,23 @@ struct Scores {
       transform(form.fold_key, key_dim, repeats, stored.data(), folded.data());
     else
       folded = stored;
-    fold_centre();
+    if (form.stores_raw) split_query();
+    else fold_centre();
     fold_codes();
+  }
+
+  // Of keys before RoPE: ``along`` and ``across`` are the queries of the two channels of each pair.
+  void split_query() {
+    for (Int r = 0; r < repeats; ++r)
+      for (Int i = 0; i < form.pairs; ++i) {
+        along[r * form.pairs + i] = query[r * key_dim + form.first[i]];
+        across[r * form.pairs + i] = query[r * key_dim + form.second[i]] * (float)form.sign;
+      }
   }
 
   // What the centre adds to every score: a constant, and where it is rotated terms along cos and sin.
   void fold_centre() {
-    if (!call.key.mean.data || form.stores_raw) return;
+    if (!call.key.mean.data) return;
     const float* mean = (const float*)at(call.key.mean, b, k);
     for (Int r = 0; r < repeats; ++r) {
       const float* q = &query[r * key_dim];
@@ -245,16 +256,20 @@ struct Scores {
       return metadata.empty() ? nullptr : &metadata[c / channels * (keys.by_token ? length : 1)];
     };
     const auto centre = [&](Int c) { return mean ? mean[c] : 0.0f; };
+    if (keys.groups == 1 && !keys.by_token) {
+      for (Int c = 0; c < key_dim; ++c) {
+        scale[c] = *row(keys.scale, c) * step;
+        shift[c] = (keys.zero.empty() ? 0.0f : *row(keys.zero, c)) - offset * *row(keys.scale, c) + centre(c);
+      }
+      if (rotates_in_registers(spec, spec.segment[0], length)) return score_in_registers(n);
+    }
     if (keys.by_token) {
       keys.unpack(spec.segment[0], n, [&](Int c, Int t, auto x) {
         x = (x * step - offset) * load<decltype(x)>(row(keys.scale, c) + t) + centre(c);
         return keys.zero.empty() ? x : x + load<decltype(x)>(row(keys.zero, c) + t);
       });
     } else if (keys.groups == 1) {
-      keys.unpack(spec.segment[0], n, [&](Int c, Int, auto x) {
-        const float scale = *row(keys.scale, c), zero = keys.zero.empty() ? 0.0f : *row(keys.zero, c);
-        return x * (scale * step) + (zero - offset * scale + centre(c));
-      });
+      keys.unpack(spec.segment[0], n, [&](Int c, Int, auto x) { return x * scale[c] + shift[c]; });
     } else {
       keys.unpack(spec.segment[0], n);
       for (Int c = 0; c < key_dim; ++c)
@@ -269,6 +284,15 @@ struct Scores {
     rotate(n);
     multiply<KEYS, Floats>({keys.numbers.data(), key_dim, length, length, 0}, repeats, query.data(), key_dim, scored,
                            width);
+  }
+
+  void score_in_registers(Int n) {
+    if (form.sign < 0)
+      for (Int i = 0; i < form.pairs; ++i) scale[form.second[i]] *= -1, shift[form.second[i]] *= -1;
+    const Rotated with = {form.first, form.second, form.rest, form.pairs, form.rests, length, scale.data(), shift.data(),
+                          along.data(), across.data(), query.data(), key_dim, angles.of(n, 0), angles.of(n, 1)};
+    const Segment& all = form.key.segment[0];
+    score_rotated(form.key, all, keys.block(all, n, 0, key_dim), repeats, with, scored, width);
   }
 
   void rotate(Int n) {
