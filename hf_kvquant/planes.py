@@ -2,7 +2,8 @@
 
 Decision: one plane per width, whatever the format. Channels of different bit widths are split into planes of 8, 4, 2
 and 1 bits (:mod:`hf_kvquant.packing`), and all parts of one width lie side by side in one plane, so attention over the
-codes runs one loop per width (at most four) instead of one per segment. A plane, with its parts::
+codes in torch's operations runs one loop per width (at most four) instead of one per segment; in C++ the two parts of
+a code are put together in registers. A plane, with its parts::
 
     channels of the plane   | bits s .. s+w of channels a..b | bits s' .. s'+w of channels a'..b' | ...
 

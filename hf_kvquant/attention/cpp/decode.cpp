@@ -2,10 +2,13 @@
 //
 // A task is a run of blocks of one KV head of one row. It goes in pieces of STEP tokens through scores, softmax (with a
 // running maximum, as in FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithm 1) and values, so that nothing
-// grows with the past; tasks are merged by their maxima. Codes are converted to fp32 in registers, once for all query
-// heads of a tile, and multiplied with numbers that are constant along the vector: tokens for keys, channels for values.
-// Where scales of several tokens change within a block, or keys are rotated first, a block is unpacked to the
-// first-level cache instead. The algebra is that of hf_kvquant/attention/codes.py.
+// grows with the past; tasks are merged by their maxima. The algebra is that of hf_kvquant/attention/codes.py.
+//
+// Codes are read once for all query heads of a tile and multiplied as integers (integers.h) where the machine has
+// AVX-512 VNNI and VBMI, else converted to fp32 in registers (loops.h) and multiplied with numbers that are constant
+// along the vector: tokens for keys, channels for values. Keys before RoPE are dequantized and rotated in registers
+// (rotated.h). Where scales of several tokens change within a block, or tokens do not lie as a tile takes them, a block
+// is unpacked to the first-level cache instead.
 //
 // Vectors are those of GCC and Clang, 16 floats wide; narrower machines split them.
 
