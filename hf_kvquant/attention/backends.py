@@ -83,7 +83,7 @@ def _token_by_token(
         visible, recent = _visible(mask, index, past, newer=count - 1 - index)
         plan = plan_of(past, query.shape[1], scaling, softcap, visible is not None, auxiliary is not None)
         own = tensors_of(past, plan, recent)
-        own["query"] = query[:, :, index : index + 1].contiguous()
+        own["query"] = (query if count == 1 else query[:, :, index : index + 1]).contiguous()
         if plan.masked:
             own["mask.blocks"], own["mask.exact"] = _shared_masks(past, mask, index, visible, recent)
         if auxiliary is not None:

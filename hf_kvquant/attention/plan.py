@@ -21,8 +21,6 @@ from hf_kvquant.storage import TensorState, storing
 
 # More groups of channels per token than this would unroll into as many loops.
 MAX_CHANNEL_GROUPS = 8
-# The C++ code has room for so many weights of a block (cpp/limbs.h), padding between widths included.
-MAX_BLOCK_LENGTH, MAX_HEAD_DIM = 4096, 2048
 _align = storing(RotaryTable.align)
 _PLANS: dict[Plan, Plan] = {}
 
@@ -88,8 +86,6 @@ def _refusal(past: Past) -> str:
     key, value = past.states
     if value.rotary is not None:
         return "the model rotates its values"
-    if past.block_length > MAX_BLOCK_LENGTH:
-        return f"blocks of more than {MAX_BLOCK_LENGTH} tokens"
     if key.unrotated is not None:
         if key.spec.number_format.lossless:
             return "lossless keys before RoPE"
@@ -99,8 +95,6 @@ def _refusal(past: Past) -> str:
         if state.spec.number_format.levels:
             return "a format with levels of its own"
         channels = past.recent[0 if state is key else 1][-1].shape[3]
-        if channels > MAX_HEAD_DIM:
-            return f"heads of more than {MAX_HEAD_DIM} channels"
         if state.spec.axis == "token" and channels // state.spec.channels_per_group(channels) > MAX_CHANNEL_GROUPS:
             return f"more than {MAX_CHANNEL_GROUPS} groups of channels per token"
     return ""

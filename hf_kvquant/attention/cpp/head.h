@@ -12,6 +12,9 @@ inline const char* at(const Tensor& tensor, Int b, Int k, Int n = 0) {
 
 inline float power(int8_t exponent) { return std::ldexp(1.0f, exponent); }
 
+// Tokens of the blocks that share a step of softmax.
+constexpr Int STEP = 512;
+
 // Weights [heads, count] that codes are multiplied with.
 struct Weights {
   const float* numbers = nullptr;
@@ -48,9 +51,10 @@ struct Head {
       std::fill(scale.begin(), scale.end(), spec.scales[spec.static_scales > 1 ? k : 0]);
   }
 
-  // Whether tokens lie as the tiles of integers.h take them.
+  // Whether tokens lie as the tiles of integers.h take them, and there is room for the weights.
   bool by_integers() const {
-    bool fits = INTEGERS && !spec.float8_mantissa && length % 32 == 0;
+    const Int weights = keys ? dim + 15 * spec.segments : std::max(length, STEP);
+    bool fits = INTEGERS && !spec.float8_mantissa && length % 32 == 0 && weights <= Limbs::ROOM;
     for (Int index = 0; index < spec.planes; ++index) fits = fits && (!keys || rows(index) % 8 == 0);
     return fits;
   }

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "vectors.h"
@@ -32,18 +33,18 @@ INLINE __m512i limbs_apart() {
 // Weights [heads, count] as integers.
 struct Limbs {
   // Bytes from limb to limb: known to the compiler, and such that the limbs do not all meet in one set of the cache.
-  // hf_kvquant/attention/plan.py refuses blocks that need more.
-  static constexpr Int ROOM = 4096 + 64;
+  static constexpr Int ROOM = 1024 + 64;
   int number = 0;               // of a weight
-  std::vector<int8_t> bytes;    // [heads, number, ROOM], the lowest limb first
+  std::unique_ptr<int8_t[]> bytes;  // [heads, number, ROOM], the lowest limb first; not set before it is written to
   std::vector<int32_t> totals;  // [heads, number]
   std::vector<float> units;     // [heads]
 
   const int8_t* of(Int head) const { return &bytes[head * number * ROOM]; }
 
   void begin(int limbs, Int heads) {
+    if (!number) bytes.reset(new int8_t[heads * limbs * ROOM]);
     number = limbs;
-    bytes.resize(heads * number * ROOM), units.resize(heads), totals.assign(heads * number, 0);
+    units.resize(heads), totals.assign(heads * number, 0);
   }
 
   // From all weights of a head, before any of them is set. NaN and infinities make NaN of all that the head sums.
@@ -101,6 +102,7 @@ INLINE void add_sums(float* output, float unit, const __m512i* sums, __mmask16 l
 #else
 
 struct Limbs {
+  static constexpr Int ROOM = 0;
   void begin(int, Int) {}
   void set_unit(Int, const float*, Int) {}
   void set(Int, const float*, Int, Int, int) {}

@@ -8,9 +8,6 @@
 
 namespace {
 
-// Tokens of the blocks that share a step of softmax.
-constexpr Int STEP = 512;
-
 // cos and sin of the blocks at hand; to rotate keys by, in fp32, read once for all heads of a row.
 struct Angles {
   const Form& form;
