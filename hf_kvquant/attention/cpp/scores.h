@@ -74,8 +74,8 @@ struct Scores {
         keys(form.key, call.key, call.limbs, b, k, key_dim, length, true, per_channel(), form.stores_raw, angles.ahead),
         query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim),
         along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
-        turned(repeats * form.pairs), turned_units(repeats),
         masses(repeats * form.key.groups), multiplied(form.key.groups),
+        turned(repeats * form.pairs), turned_units(repeats),
         scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
     read_query();
   }
