@@ -58,6 +58,9 @@ CONFIGS |= {
         residual_length=0,
     ),
     "values of mixed widths": KVQuantConfig(_CM3, replace(_CM3, center="plain"), residual_length=0),
+    "widths far apart": KVQuantConfig(
+        replace(_CM3, format="midrise8", widths=((8, 32), (1, 32))), PRESETS["cm3"].config.value
+    ),
     "centre before RoPE": KVQuantConfig(
         TensorSpec("int4", center="plain"),
         TensorSpec("int8", "token", 16, zero_format="int8", scale_format="log2_16"),
@@ -167,7 +170,7 @@ def test_wide_heads_and_long_blocks(attend) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "int3-token-32", "int8-channel-32"])
+@pytest.mark.parametrize("name", ["k4v4", "cr4", "cm3", "int3-token-32", "int8-channel-32", "widths far apart"])
 def test_with_16_bits_the_rounding_of_the_output_is_nearly_all_of_the_error(attend, name, dtype) -> None:
     """One channel of the queries is 30 times the others: integers of all are relative to it."""
 
@@ -179,6 +182,27 @@ def test_with_16_bits_the_rounding_of_the_output_is_nearly_all_of_the_error(atte
     right = reference.decode(query.float(), past, 0.05)
     rounding = relative_error(right.to(dtype), right)
     assert relative_error(attend(query, past, 0.05), right) <= TOLERANCES["attention_over_rounding"] * rounding
+
+
+@pytest.mark.parametrize("name", ["cr4", "cm3"])
+def test_with_16_bits_so_it_is_where_keys_are_mostly_their_centre(attend, name) -> None:
+    def change(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return keys + 40 * rotated_like(keys), values, queries
+
+    query, past = past_with(CONFIGS[name], (1, 1, 4, 128, 700), dtype=torch.float16, change=change)
+    right = reference.decode(query.float(), past, 128**-0.5)
+    rounding = relative_error(right.half(), right)
+    assert relative_error(attend(query, past, 128**-0.5), right) <= TOLERANCES["attention_over_rounding"] * rounding
+
+
+def rotated_like(keys: torch.Tensor) -> torch.Tensor:
+    """One vector of length 1, rotated to the position of each of ``keys``."""
+    tokens, dim = keys.shape[2:]
+    angles = torch.arange(tokens)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+    one, other = torch.randn(2, dim // 2, generator=torch.Generator().manual_seed(0)) / dim**0.5
+    return torch.cat([one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()], -1).to(
+        keys.dtype
+    )
 
 
 def test_formats_with_levels_of_their_own_are_refused(monkeypatch) -> None:

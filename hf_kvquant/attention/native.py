@@ -174,7 +174,7 @@ class _Step:
             _put(call, name, tensor)
         call[_BATCH], call[_RECENT] = batch, own["key.recent"].shape[2]
         call[_THREADS], call[_SPLITS] = self._split(batch, call[_BLOCKS])
-        call[_LIMBS] = 2 if given.element_size() == 2 else 3
+        call[_LIMBS] = 2 if given.dtype == torch.bfloat16 else 3
         call[_QUERY], call[_OUTPUT] = query.data_ptr(), output.data_ptr()
         if plan.masked:
             call[_BLOCK_MASK], call[_EXACT_MASK] = own["mask.blocks"].data_ptr(), own["mask.exact"].data_ptr()

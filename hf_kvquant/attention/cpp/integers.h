@@ -19,9 +19,9 @@ struct Block {
 // Codes of ``low`` bits in one plane and ``high`` more in another.
 struct Codes {
   Block block;
-  Int low, high, size;              // size: channels
-  Int from;                         // of keys: where the weights of these channels begin
-  Int blocks, low_step, high_step;  // of values: blocks that follow one another, so many bytes apart
+  Int low, high, size;  // size: channels
+  Int from = 0;         // of keys: where the weights of these channels begin
+  Int blocks = 0, low_step = 0, high_step = 0;  // of values: blocks that follow one another, so many bytes apart
   int middle() const { return 1 << (low + high - 1); }
 };
 

@@ -71,9 +71,9 @@ struct Scores {
         key_dim(form.key_dim),
         keys(form.key, call.key, call.limbs, b, k, key_dim, length, true, per_channel(), form.stores_raw, angles.ahead),
         query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim),
-        scale(form.stores_raw ? key_dim : 0), shift(form.stores_raw ? key_dim : 0), along(repeats * form.pairs), across(repeats * form.pairs), constant(repeats),
-        masses(repeats * form.key.groups), multiplied(form.key.groups), turned(repeats * form.pairs),
-        turned_units(repeats),
+        scale(form.stores_raw ? key_dim : 0), shift(form.stores_raw ? key_dim : 0), along(repeats * form.pairs),
+        across(repeats * form.pairs), constant(repeats), masses(repeats * form.key.groups),
+        multiplied(form.key.groups), turned(repeats * form.pairs), turned_units(repeats),
         scores(repeats * std::max({length, STEP, call.sinks + call.recent})) {
     read_query();
   }

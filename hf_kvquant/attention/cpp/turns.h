@@ -34,7 +34,8 @@ struct Turns {
     return _mm512_reduce_or_epi32(seen) < 32768;
   }
 
-  // Weights of a head as integers whose products add up to less than 2^31; to ``words``, of both terms of a pair.
+  // Weights of a head as integers whose products add up to less than 2^31: their sizes to at most 64000, and half of one
+  // more for the rounding of each of 2048, times 2^15. To ``words``, of both terms of a pair.
   static float set_weights(const float* along, const float* across, Int count, int32_t* words) {
     float size = 1e-30f, highest = 0;
     for (const float* weights : {along, across})
@@ -42,7 +43,7 @@ struct Turns {
         size += std::abs(weights[i]);
         highest = std::max(highest, std::abs(weights[i]));
       }
-    const float unit = std::max(size / 65000, highest / 32767);
+    const float unit = std::max(size / 64000, highest / 32767);
     for (Int i = 0; i < count; ++i)
       words[i] = (uint16_t)std::lrint(along[i] / unit) | (uint32_t)std::lrint(across[i] / unit) << 16;
     return unit / 16384;
