@@ -1,8 +1,8 @@
 // Weights as integers of signed bytes, for machines that multiply bytes (AVX-512 VNNI).
 //
 // A weight is LIMBS bytes, relative to the largest weight of its head: 3 limbs are the 24 bits of an fp32 mantissa; 2
-// limbs, for bf16 models, err by 2^-16 of the largest weight, 128 times less than rounding that one to bf16 does. For fp16
-// they are too few: of keys of 8 bits and 1 side by side the output errs by four times what rounding it to fp16 does.
+// limbs, for bf16 models, err by 2^-16 of the largest weight at most, 128 times less than rounding that one to bf16 may.
+// For fp16 they are too few: with keys of 8 bits beside keys of 1, the output errs by four times its own rounding.
 
 #pragma once
 
