@@ -31,7 +31,7 @@ TOLERANCES: dict[str, Any] = {
     # order, and logarithmic gains by an exponential (1e-6); the limits. In bf16 the output is rounded to 2^-9.
     "attention_fp32": 1e-5,
     "attention_bf16": 5e-3,
-    # Beside the rounding of the output to bf16 (1.5e-3 relative RMS) stand weights of 16 bits, which err by 2^-16 of the
-    # largest at most, for some hundred channels and tokens: together 1.0044 times the rounding alone, measured.
+    # Beside the rounding of the output to bf16 (1.5e-3 relative RMS) stand weights of 16 bits, which err by 2^-16 of
+    # the largest at most, for some hundred channels and tokens: together 1.0044 times the rounding alone, measured.
     "attention_over_rounding": 1.01,
 }
