@@ -2,8 +2,8 @@
 
 Decision: one call per layer and step, which gets pointers and strides and allocates nothing that grows with the past.
 The same algebra compiled by inductor (:mod:`hf_kvquant.attention.compiled`) takes 1.5 times as long at 16,384 tokens,
-in bf16 twice (``benchmarks/results/attention.md``): it keeps no tile of sums in registers, has no products of bytes, and
-its memory grows with the past.
+in bf16 twice (``benchmarks/results/attention.md``): it keeps no tile of sums in registers, has no products of bytes,
+and its memory grows with the past.
 The source is compiled once per machine by inductor's own ``CppCodeCache``: its compiler, its flags, its lock, its
 folder (``TORCHINDUCTOR_CACHE_DIR``); it is loaded by ctypes and includes nothing of torch.
 
