@@ -20,7 +20,6 @@ struct Weights {
   const float* numbers = nullptr;
   Int stride = 0, heads = 0;
   Limbs limbs;
-  std::vector<Codes> parts;
 };
 
 // Keys or values of one KV head of one row, block by block.
@@ -35,18 +34,17 @@ struct Head {
   // Of the block at hand: [groups, spec.groups], or the other way round where every token has its own (by_token).
   std::vector<float> scale, zero;
   std::vector<float> numbers;      // of the block at hand, where it is unpacked: [dim, length] or [length, dim]
+  std::vector<Codes> parts;        // those that integers are multiplied with
   Ahead& ahead;
 
-  // ``within``: scales that change within a block have to be applied before the sum. ``raw``: always unpacked.
-  Head(const Spec& spec, const Side& side, Int limbs, Int b, Int k, Int dim, Int length, bool keys, bool within, bool raw,
+  // ``singly``: numbers are needed one by one, since scales change within a block or keys are rotated.
+  Head(const Spec& spec, const Side& side, Int limbs, Int b, Int k, Int dim, Int length, bool keys, bool singly,
        Ahead& ahead)
       : spec(spec), side(side), limbs(limbs), b(b), k(k), dim(dim), length(length), groups(length / spec.tokens_per_group),
         by_token(spec.tokens_per_group == 1), keys(keys),
-        integers(!spec.lossless && !raw && !(within && groups > 1) && by_integers()),
-        in_pieces(!spec.lossless && !integers &&
-                  (raw || (within && groups > 1) || (INTEGERS && !spec.float8_mantissa))),
-        scale(groups * spec.groups), zero(spec.zero_kind == NONE ? 0 : groups * spec.groups),
-        numbers(in_pieces ? dim * length : 0), ahead(ahead) {
+        integers(!spec.lossless && !singly && by_integers()),
+        in_pieces(!spec.lossless && !integers && (singly || (INTEGERS && !spec.float8_mantissa))),
+        scale(groups * spec.groups), zero(spec.zero_kind == NONE ? 0 : groups * spec.groups), ahead(ahead) {
     if (spec.scale_kind == STATIC && !spec.lossless)
       std::fill(scale.begin(), scale.end(), spec.scales[spec.static_scales > 1 ? k : 0]);
   }
@@ -103,20 +101,20 @@ struct Head {
   void set_channels(Weights& weights, const float* numbers, Int stride, Int heads, Int first, Int last) const {
     set(weights, numbers, stride, heads);
     if (!integers) return;
-    weights.parts.clear();
-    Int from = 0;
-    each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
-      weights.parts.push_back(codes(segment, 0, start, stop));
-      weights.parts.back().from = from, from += (stop - start + 15) / 16 * 16;
-    });
     for (Int head = 0; head < heads; ++head, numbers += stride) {
       weights.limbs.set_unit(head, numbers, last - first);
-      auto part = weights.parts.begin();
-      each_part(first, last, [&](const Segment&, Int start, Int stop) {
-        weights.limbs.set(head, numbers + start - first, stop - start, part->from, part->middle());
-        ++part;
+      Int index = 0;
+      each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
+        weights.limbs.set(head, numbers + start - first, stop - start, room(start - first, index++), middle(segment));
       });
     }
+  }
+
+  // Where the weights of a part begin, the parts before it with room for 15 more each: limbs are written by sixteens.
+  static Int room(Int channel, Int index) { return channel + 15 * index; }
+
+  int middle(const Segment& segment) const {
+    return 1 << (spec.widths[segment.low] + (segment.high < 0 ? 0 : spec.widths[segment.high]) - 1);
   }
 
   // Weights [heads, count] of the tokens of values.
@@ -127,12 +125,13 @@ struct Head {
   }
 
   // scores [heads, tokens] += weights times the codes of the channels first .. last in block n.
-  void multiply_keys(Weights& weights, Int n, Int first, Int last, float* scores, Int stride) {
-    auto part = weights.parts.begin();
+  void multiply_keys(const Weights& weights, Int n, Int first, Int last, float* scores, Int stride) {
+    parts.clear();
     each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
       const float* numbers = weights.numbers + start - first;
       if (integers) {
-        (part++)->block = block(segment, n, start, stop - start);
+        parts.push_back(codes(segment, n, start, stop));
+        parts.back().from = room(start - first, parts.size() - 1);
       } else if (in_pieces) {
         unpack(segment, n);
         multiply<KEYS, Floats>({&this->numbers[start * length], stop - start, length, length, 0}, weights.heads,
@@ -142,7 +141,7 @@ struct Head {
                                weights.stride, scores, stride);
       }
     });
-    if (integers) ::multiply_keys(weights.parts, length, weights.limbs, scores, stride, ahead);
+    if (integers) ::multiply_keys(parts, length, weights.limbs, scores, stride, ahead);
   }
 
   // sums [heads, last - first] += weights times the codes of the channels first .. last of a segment, in ``blocks``
@@ -152,7 +151,7 @@ struct Head {
     if (integers) {
       Codes all = codes(segment, n, first, last);
       all.blocks = blocks;
-      return ::multiply_values(all, length, weights.limbs, sums, stride, ahead);
+      return ::multiply_values(all, middle(segment), length, weights.limbs, sums, stride, ahead);
     }
     const float* from = weights.numbers;
     for (Int end = n + blocks; n < end; ++n, from += length)
@@ -226,6 +225,7 @@ struct Head {
   // The codes of a segment in a block to ``numbers``, by way of ``change(channel, token, numbers)``.
   template <class Change>
   void unpack(const Segment& segment, Int n, Change change) {
+    numbers.resize(dim * length);
     const Int first = segment.start;
     const Block codes = block(segment, n, first, segment.stop - first);
     if (keys)

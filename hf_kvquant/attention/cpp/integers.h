@@ -22,7 +22,6 @@ struct Codes {
   Int low, high, size;  // size: channels
   Int from = 0;         // of keys: where the weights of these channels begin
   Int blocks = 0, low_step = 0, high_step = 0;  // of values: blocks that follow one another, so many bytes apart
-  int middle() const { return 1 << (low + high - 1); }
 };
 
 // What is brought to the second-level cache while codes are multiplied, which leaves the way to memory idle.
@@ -37,9 +36,6 @@ struct Ahead {
 };
 
 #if INTEGERS
-
-template <int N>
-using Constant = std::integral_constant<int, N>;
 
 // ``visit(low, high)`` with the widths of codes as constants.
 template <class Visit>
@@ -177,14 +173,14 @@ void key_integers(const std::vector<Codes>& parts, Int length, const Limbs& limb
 // output[r][channel] += sum over tokens of weights[r][token] * code, for the 32 channels from ``channel`` on, or as
 // many as there are.
 template <int LOW, int HIGH, int LIMBS, int R>
-void value_integers(const Codes& codes, Int length, const Limbs& limbs, Int head, Int channel, float* output,
-                    Int stride, Ahead& ahead) {
+void value_integers(const Codes& codes, int middle, Int length, const Limbs& limbs, Int head, Int channel,
+                    float* output, Int stride, Ahead& ahead) {
   const Block& block = codes.block;
   const Int half = length / 2, left = codes.size - channel;
   const auto first = [](Int count) { return count < 16 ? (1 << count) - 1 : 0xffff; };
   const Int next = left > 16 ? channel + 16 : channel;  // the same again, where there are no more
   const __mmask16 lanes = first(left), others = first(left > 16 ? left - 16 : left);
-  Sums<LIMBS, R> sums(limbs, head, codes.middle());
+  Sums<LIMBS, R> sums(limbs, head, middle);
   for (Int n = 0; n < codes.blocks; ++n) {
     const int8_t* weights = limbs.of(head) + n * length;
     const uint8_t *low = block.low + n * codes.low_step, *high = block.high + n * codes.high_step;
@@ -230,14 +226,16 @@ inline void multiply_keys(const std::vector<Codes>& parts, Int length, const Lim
   });
 }
 
-inline void multiply_values(const Codes& codes, Int length, const Limbs& limbs, float* output, Int stride,
+inline void multiply_values(const Codes& codes, int middle, Int length, const Limbs& limbs, float* output, Int stride,
                             Ahead& ahead) {
   each_tile(limbs.units.size(), [&](auto size, Int head) {
     float* to = output + head * stride;
     with_widths(codes, [&](auto low, auto high) {
       for (Int c = 0; c < codes.size; c += 32)
-        if (limbs.number == 3) value_integers<low, high, 3, size>(codes, length, limbs, head, c, to, stride, ahead);
-        else value_integers<low, high, 2, size>(codes, length, limbs, head, c, to, stride, ahead);
+        if (limbs.number == 3)
+          value_integers<low, high, 3, size>(codes, middle, length, limbs, head, c, to, stride, ahead);
+        else
+          value_integers<low, high, 2, size>(codes, middle, length, limbs, head, c, to, stride, ahead);
     });
   });
 }
@@ -245,7 +243,7 @@ inline void multiply_values(const Codes& codes, Int length, const Limbs& limbs, 
 #else
 
 inline void multiply_keys(const std::vector<Codes>&, Int, const Limbs&, float*, Int, Ahead&) {}
-inline void multiply_values(const Codes&, Int, const Limbs&, float*, Int, Ahead&) {}
+inline void multiply_values(const Codes&, int, Int, const Limbs&, float*, Int, Ahead&) {}
 
 #endif
 

@@ -35,10 +35,10 @@ INLINE __m512i limbs_apart() {
 struct Limbs {
   // Bytes from limb to limb: known to the compiler, and such that the limbs do not all meet in one set of the cache.
   static constexpr Int ROOM = 1024 + 64;
-  int number = 0;               // of a weight
+  int number = 0;                   // of a weight
   std::unique_ptr<int8_t[]> bytes;  // [heads, number, ROOM], the lowest limb first; not set before it is written to
-  std::vector<int32_t> totals;  // [heads, number]
-  std::vector<float> units;     // [heads]
+  std::vector<int32_t> totals;      // [heads, number]
+  std::vector<float> units;         // [heads]
 
   const int8_t* of(Int head) const { return &bytes[head * number * ROOM]; }
 

@@ -9,6 +9,9 @@ namespace {
 
 constexpr int MAX_TILE = 4;  // query heads
 
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
 // A matrix of rows of ``run`` elements, ``stride`` elements apart. Number i + 1 of an element belongs to the token
 // ``period`` behind that of number i.
 template <class S>
@@ -146,10 +149,10 @@ void each_tile(Int heads, Visit visit) {
   Int head = 0;
   for (Int tiles = (heads + MAX_TILE - 1) / MAX_TILE; tiles; --tiles) {
     const Int size = (heads - head + tiles - 1) / tiles;
-    if (size == 1) visit(std::integral_constant<int, 1>(), head);
-    if (size == 2) visit(std::integral_constant<int, 2>(), head);
-    if (size == 3) visit(std::integral_constant<int, 3>(), head);
-    if (size == 4) visit(std::integral_constant<int, 4>(), head);
+    if (size == 1) visit(Constant<1>(), head);
+    if (size == 2) visit(Constant<2>(), head);
+    if (size == 3) visit(Constant<3>(), head);
+    if (size == 4) visit(Constant<4>(), head);
     head += size;
   }
 }

@@ -69,7 +69,8 @@ struct Scores {
   Scores(const Form& form, const Call& call, Angles& angles, Int k)
       : form(form), call(call), angles(angles), b(angles.b), k(k), repeats(form.repeats), length(form.block_length),
         key_dim(form.key_dim),
-        keys(form.key, call.key, call.limbs, b, k, key_dim, length, true, per_channel(), form.stores_raw, angles.ahead),
+        keys(form.key, call.key, call.limbs, b, k, key_dim, length, true,
+             form.stores_raw || (per_channel() && length > form.key.tokens_per_group), angles.ahead),
         query(repeats * key_dim), folded(repeats * key_dim), weights(repeats * key_dim),
         scale(form.stores_raw ? key_dim : 0), shift(form.stores_raw ? key_dim : 0), along(repeats * form.pairs),
         across(repeats * form.pairs), constant(repeats), masses(repeats * form.key.groups),

@@ -15,8 +15,8 @@ struct Task : Scores {
 
   Task(const Form& form, const Call& call, Angles& angles, Int k)
       : Scores(form, call, angles, k), value_dim(form.value_dim),
-        values(form.value, call.value, call.limbs, b, k, value_dim, length, false, form.value.tokens_per_group > 1, false,
-               angles.ahead),
+        values(form.value, call.value, call.limbs, b, k, value_dim, length, false,
+               form.value.tokens_per_group > 1 && length > form.value.tokens_per_group, angles.ahead),
         scaled(values.by_token ? repeats * form.value.groups * std::max(STEP, length) : 0),
         constants(repeats * form.value.groups), sums(repeats * value_dim),
         top(repeats, -INFINITY), packed_mass(repeats), exact_mass(repeats), packed(repeats * value_dim),

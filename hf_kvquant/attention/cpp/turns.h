@@ -80,8 +80,8 @@ struct Turns {
         add<size, vectors>(words + head * pairs, units + head, pairs, length, token, scores + head * stride, stride);
         token += 16 * vectors;
       };
-      while (token + 64 <= length) tile(std::integral_constant<int, 4>());
-      while (token < length) tile(std::integral_constant<int, 1>());
+      while (token + 64 <= length) tile(Constant<4>());
+      while (token < length) tile(Constant<1>());
     });
   }
 };
