@@ -20,6 +20,7 @@ struct Weights {
   const float* numbers = nullptr;
   Int stride = 0, heads = 0;
   Limbs limbs;
+  std::vector<Codes> parts;  // of keys, from block 0 on
 };
 
 // Keys or values of one KV head of one row, block by block.
@@ -34,7 +35,6 @@ struct Head {
   // Of the block at hand: [groups, spec.groups], or the other way round where every token has its own (by_token).
   std::vector<float> scale, zero;
   std::vector<float> numbers;      // of the block at hand, where it is unpacked: [dim, length] or [length, dim]
-  std::vector<Codes> parts;        // those that integers are multiplied with
   Ahead& ahead;
 
   // ``singly``: numbers are needed one by one, since scales change within a block or keys are rotated.
@@ -101,17 +101,20 @@ struct Head {
   void set_channels(Weights& weights, const float* numbers, Int stride, Int heads, Int first, Int last) const {
     set(weights, numbers, stride, heads);
     if (!integers) return;
+    if (weights.parts.empty())  // they do not change with the block
+      each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
+        weights.parts.push_back(codes(segment, 0, start, stop));
+        // Behind the parts before it, with room for 15 more weights each: limbs are written by sixteens.
+        weights.parts.back().from = start - first + 15 * (weights.parts.size() - 1);
+      });
     for (Int head = 0; head < heads; ++head, numbers += stride) {
       weights.limbs.set_unit(head, numbers, last - first);
-      Int index = 0;
+      auto part = weights.parts.begin();
       each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
-        weights.limbs.set(head, numbers + start - first, stop - start, room(start - first, index++), middle(segment));
+        weights.limbs.set(head, numbers + start - first, stop - start, (part++)->from, middle(segment));
       });
     }
   }
-
-  // Where the weights of a part begin, the parts before it with room for 15 more each: limbs are written by sixteens.
-  static Int room(Int channel, Int index) { return channel + 15 * index; }
 
   int middle(const Segment& segment) const {
     return 1 << (spec.widths[segment.low] + (segment.high < 0 ? 0 : spec.widths[segment.high]) - 1);
@@ -126,13 +129,10 @@ struct Head {
 
   // scores [heads, tokens] += weights times the codes of the channels first .. last in block n.
   void multiply_keys(const Weights& weights, Int n, Int first, Int last, float* scores, Int stride) {
-    parts.clear();
+    if (integers) return ::multiply_keys(weights.parts, n, length, weights.limbs, scores, stride, ahead);
     each_part(first, last, [&](const Segment& segment, Int start, Int stop) {
       const float* numbers = weights.numbers + start - first;
-      if (integers) {
-        parts.push_back(codes(segment, n, start, stop));
-        parts.back().from = room(start - first, parts.size() - 1);
-      } else if (in_pieces) {
+      if (in_pieces) {
         unpack(segment, n);
         multiply<KEYS, Floats>({&this->numbers[start * length], stop - start, length, length, 0}, weights.heads,
                                numbers, weights.stride, scores, stride);
@@ -141,7 +141,6 @@ struct Head {
                                weights.stride, scores, stride);
       }
     });
-    if (integers) ::multiply_keys(parts, length, weights.limbs, scores, stride, ahead);
   }
 
   // sums [heads, last - first] += weights times the codes of the channels first .. last of a segment, in ``blocks``

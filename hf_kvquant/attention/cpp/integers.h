@@ -21,7 +21,8 @@ struct Codes {
   Block block;
   Int low, high, size;  // size: channels
   Int from = 0;         // of keys: where the weights of these channels begin
-  Int blocks = 0, low_step = 0, high_step = 0;  // of values: blocks that follow one another, so many bytes apart
+  Int low_step = 0, high_step = 0;  // bytes from block to block
+  Int blocks = 1;                   // of values: that follow one another
 };
 
 // What is brought to the second-level cache while codes are multiplied, which leaves the way to memory idle.
@@ -121,7 +122,7 @@ struct Place {
 // Keys: to the sums of 16 tokens from ``token`` on and of those half a block behind them, which lie four bits above, if
 // not in bytes of their own.
 template <int LOW, int HIGH, int LIMBS, int R>
-INLINE void add_keys(Sums<LIMBS, R>& sums, const Codes& codes, const int8_t* weights, Int token, Int length,
+INLINE void add_keys(Sums<LIMBS, R>& sums, const Codes& codes, Int n, const int8_t* weights, Int token, Int length,
                      Ahead& ahead) {
   const Block& block = codes.block;
   const auto both = [](int one, int two) {
@@ -130,7 +131,7 @@ INLINE void add_keys(Sums<LIMBS, R>& sums, const Codes& codes, const int8_t* wei
   const Place<LOW> one(token, length), two(token + 8, length);
   const Place<HIGH ? HIGH : 1> high_one(token, length), high_two(token + 8, length);
   const __m512i shift = both(one.bit, two.bit), turn = both((high_one.bit - LOW) & 31, (high_two.bit - LOW) & 31);
-  const uint8_t *low = block.low, *high = block.high;
+  const uint8_t *low = block.low + n * codes.low_step, *high = block.high + n * codes.high_step;
   weights += codes.from;
   for (Int c = 0; c < block.count; c += 4, weights += 4) {
     ahead.next_codes(), ahead.next_angles();
@@ -151,16 +152,16 @@ INLINE void add_keys(Sums<LIMBS, R>& sums, const Codes& codes, const int8_t* wei
   }
 }
 
-// output[r][token] += sum over channels of weights[r][channel] * code, of all tokens of a block.
+// output[r][token] += sum over channels of weights[r][channel] * code, of all tokens of block n of ``parts``.
 template <int LIMBS, int R>
-void key_integers(const std::vector<Codes>& parts, Int length, const Limbs& limbs, Int head, float* output, Int stride,
-                  Ahead& ahead) {
+void key_integers(const std::vector<Codes>& parts, Int n, Int length, const Limbs& limbs, Int head, float* output,
+                  Int stride, Ahead& ahead) {
   const int8_t* weights = limbs.of(head);
   for (Int token = 0; token < length / 2; token += 16) {
     Sums<LIMBS, R> sums(limbs, head, 1);
     for (const Codes& codes : parts)
       with_widths(codes, [&](auto low, auto high) __attribute__((always_inline)) {
-        add_keys<low, high>(sums, codes, weights, token, length, ahead);
+        add_keys<low, high>(sums, codes, n, weights, token, length, ahead);
       });
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -217,12 +218,12 @@ void value_integers(const Codes& codes, int middle, Int length, const Limbs& lim
   }
 }
 
-inline void multiply_keys(const std::vector<Codes>& parts, Int length, const Limbs& limbs, float* output, Int stride,
-                          Ahead& ahead) {
+inline void multiply_keys(const std::vector<Codes>& parts, Int n, Int length, const Limbs& limbs, float* output,
+                          Int stride, Ahead& ahead) {
   each_tile(limbs.units.size(), [&](auto size, Int head) {
     float* to = output + head * stride;
-    if (limbs.number == 3) key_integers<3, size>(parts, length, limbs, head, to, stride, ahead);
-    else key_integers<2, size>(parts, length, limbs, head, to, stride, ahead);
+    if (limbs.number == 3) key_integers<3, size>(parts, n, length, limbs, head, to, stride, ahead);
+    else key_integers<2, size>(parts, n, length, limbs, head, to, stride, ahead);
   });
 }
 
@@ -242,7 +243,7 @@ inline void multiply_values(const Codes& codes, int middle, Int length, const Li
 
 #else
 
-inline void multiply_keys(const std::vector<Codes>&, Int, const Limbs&, float*, Int, Ahead&) {}
+inline void multiply_keys(const std::vector<Codes>&, Int, Int, const Limbs&, float*, Int, Ahead&) {}
 inline void multiply_values(const Codes&, int, Int, const Limbs&, float*, Int, Ahead&) {}
 
 #endif
